@@ -1,0 +1,1 @@
+"""An engine that computes no text and keeps true books."""

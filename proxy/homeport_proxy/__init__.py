@@ -1,0 +1,1 @@
+"""The affinity-aware proxy: server, identity, routing, hand-off, relay, accounting."""

@@ -1,0 +1,1 @@
+"""Subcommands of the `homeport` command line, one module each."""

@@ -1,0 +1,1 @@
+"""What the proxy shows of itself: metrics, tracing, decision log, dashboard."""

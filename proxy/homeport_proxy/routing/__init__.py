@@ -1,0 +1,1 @@
+"""Routing policy: pure functions and plain state, driven by a clock that the caller holds."""
