@@ -1,0 +1,175 @@
+"""One request on its way through the proxy: what each step found, and nothing else.
+
+Steps fill it in one direction (identify, admit, locate, place, hand off, relay, account); no step reaches back.
+All times are seconds of the event loop's monotonic clock unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Literal
+
+from homeport.fingerprint import JsonValue
+from homeport_proxy.routing.views import Decision, Kind, PrefixKeys
+
+if TYPE_CHECKING:
+    from multidict import CIMultiDictProxy
+
+    from homeport_proxy.routing.router import Outcome, Ticket
+
+ApiName = Literal[
+    "chat", "completions", "responses", "messages", "count_tokens", "embeddings", "tokenize", "models", "other"
+]
+"""The client APIs by name; the first four generate text."""
+
+GENERATING: frozenset[str] = frozenset({"chat", "completions", "responses", "messages"})
+
+
+class State(IntEnum):
+    """How far one leg to one engine has come; decides what may still be retried."""
+
+    NOT_SENT = 0
+    SENT = 1
+    HEADERS = 2
+    FIRST_TOKEN = 3
+    HANDED_OFF = 4
+    DONE = 5
+
+
+@dataclass(slots=True)
+class LegRecord:
+    """One request to one engine: a prefill leg, or the leg that answers the client."""
+
+    place: str
+    part: Literal["prefill", "serve"]
+    engine_request_id: str
+    state: State = State.NOT_SENT
+    status: int | None = None
+    error: str | None = None
+    started_s: float = 0.0
+    headers_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who is speaking. ``session`` is the opaque digest of the key (never empty for generating APIs).
+
+    ``source`` says which rule found the key (a header's name, ``metadata.user_id``, ``prompt_cache_key``,
+    ``conversation``...), ``parent`` is the parent session's digest when the client hinted at one.
+    """
+
+    session: str
+    source: str
+    kind: Kind = "main"
+    parent: str | None = None
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The tenant behind a request, as far as the data plane needs it; ``name`` is empty when the proxy is open."""
+
+    name: str = ""
+    weight: float = 1.0
+    cache_salt: str | None = None
+    """Replaces the client's ``cache_salt``; None with tenants means: remove it (one scope for the whole fleet)."""
+    user: str = ""
+
+
+@dataclass(slots=True)
+class TokenUsage:
+    """Tokens of one exchange as the client was told; None is "not reported", never zero."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What is known of one request. Fields below a comment are filled by the step it names."""
+
+    request_id: str
+    api: ApiName
+    method: str
+    path: str
+    query: str
+    headers: CIMultiDictProxy[str]
+    peer: str | None
+    arrived_s: float
+    arrived_unix_s: float
+
+    # server: the body as the client sent it, and its decoded top level where a step needs it
+    body: bytes = b""
+    document: Mapping[str, JsonValue] | None = None
+    model: str = ""
+    stream: bool = False
+
+    # identify
+    caller: Caller = field(default_factory=Caller)
+    identity: Identity | None = None
+    prefix: PrefixKeys = field(default_factory=PrefixKeys)
+    prompt_tokens_estimate: int = 0
+
+    # locate
+    region: str = ""
+    peer_region: bool = False
+    hops: int = 0
+
+    # place
+    ticket: Ticket | None = None
+    decision: Decision | None = None
+    queued_s: float = 0.0
+    decide_s: float = 0.0
+    """Seconds spent in late binding, and seconds the decision itself took."""
+
+    # hand off, relay
+    legs: list[LegRecord] = field(default_factory=list)
+    retries: int = 0
+    prefill_s: float | None = None
+    prefill_skipped: str | None = None
+    kv_transfer: Literal["ok", "failed", "none"] = "none"
+    status: int | None = None
+    error: str | None = None
+    """Our error code when the answer was ours (``no_backend``...), or ``client_closed`` when the client left."""
+    headers_sent_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    ended_s: float | None = None
+    chunks: int = 0
+    """Stream chunks relayed after the first token; each gap between them goes to ``account.gap`` as it happens."""
+    response_bytes: int = 0
+
+    # account
+    usage: TokenUsage = field(default_factory=TokenUsage)
+    outcome: Outcome | None = None
+
+    @property
+    def tenant(self) -> str:
+        """The tenant's name, empty when the proxy is open."""
+        return self.caller.name
+
+    @property
+    def session(self) -> str:
+        """The session's opaque digest, empty for requests that have none (embeddings, models...)."""
+        return self.identity.session if self.identity else ""
+
+    @property
+    def serving(self) -> LegRecord | None:
+        """The leg that answered, or tried last to answer, the client."""
+        return next((leg for leg in reversed(self.legs) if leg.part == "serve"), None)
+
+    @property
+    def prefilled_by(self) -> str | None:
+        """The separate prefill engine whose KV was used, if any."""
+        leg = next((leg for leg in reversed(self.legs) if leg.part == "prefill"), None)
+        return leg.place if leg is not None and leg.state >= State.HANDED_OFF else None
+
+    @property
+    def ok(self) -> bool:
+        """True when the client got a whole, successful answer."""
+        return self.error is None and self.status is not None and self.status < 400
