@@ -1,10 +1,514 @@
-"""A request as segments in the order the model sees them, each with a chained digest and a size."""
+"""A request as segments in the order the model sees them, each with a chained digest and a size.
+
+The rendering is a neutral stand-in for a chat template: the text a template would render, in the order of the model's
+template family, with short frames in between. What no template renders is left out (``cache_control``, item ids,
+``status``), a string and the same text as a list of parts are the same, and what the model generated (assistant text,
+reasoning, argument strings) stands in it verbatim.
+
+Segment digests are BLAKE2b from the standard library, so that they are the same in every process and installation and
+may be stored and sent. The block digests of :func:`text_blocks` are XXH3: they live in a router's index only, which
+installs ``xxhash``, and are asked for on every request.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+import json
+import marshal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, NamedTuple, TypeAlias
+
+from homeport.templates import FAMILIES, Family, family_of
 
 Api = Literal["chat", "completions", "responses", "messages"]
 """The client APIs whose prompts Homeport reads."""
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+
+DIGEST_BYTES = 16
+_START = bytes(DIGEST_BYTES)
+_MASK64 = (1 << 64) - 1
+
+
+class Piece(NamedTuple):
+    """A run of prompt text: what it is (``tool``, ``system``, ``message:<role>``, ``params``, ``prompt``), the JSON
+    pointer of the body member it comes from, and the text."""
+
+    kind: str
+    pointer: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One tool, system text or message of a prompt.
+
+    ``digest`` is chained: it covers everything up to and including this segment. ``own`` covers this segment alone.
+    ``size`` is the rendered text in UTF-8 bytes.
+    """
+
+    kind: str
+    pointer: str
+    digest: bytes
+    size: int
+    own: bytes = b""
+
+
+_Runs: TypeAlias = "list[tuple[str, str]]"
+"""(pointer, text) in order."""
+
+
+class _Source(NamedTuple):
+    """A part of the body that becomes one segment, not yet rendered."""
+
+    kind: str
+    pointer: str
+    value: JsonValue
+    runs: Callable[[JsonValue, str, bool], _Runs]
+
+
+def resolve(family: str, api: Api, body: Mapping[str, JsonValue]) -> Family:
+    """The family of that name; ``default`` asks the body's model name."""
+    if family != "default":
+        return FAMILIES[family]
+    model = body.get("model")
+    return family_of(model if isinstance(model, str) else "", api)
+
+
+def render(api: Api, body: Mapping[str, JsonValue], family: str = "default", *, ids: bool = True) -> Iterator[Piece]:
+    """The canonical prompt text, in the order the model sees it. ``ids``: with tool-call ids."""
+    for source in _sources(api, body, resolve(family, api, body)):
+        for pointer, text in source.runs(source.value, source.pointer, ids):
+            yield Piece(source.kind, pointer, text)
+
+
+def segments(api: Api, body: Mapping[str, JsonValue], family: str = "default", *, ids: bool = True) -> list[Segment]:
+    """The prompt's segments with chained digests. ``ids=False`` leaves tool-call ids out, as identity wants it."""
+    found: list[Segment] = []
+    digest = _START
+    for source in _sources(api, body, resolve(family, api, body)):
+        segment = _segment(source, _text(source, ids), digest)
+        digest = segment.digest
+        found.append(segment)
+    return found
+
+
+def text_blocks(api: Api, body: Mapping[str, JsonValue], block_chars: int = 512, family: str = "default") -> list[int]:
+    """Chained 64-bit digests, one per ``block_chars`` characters of the canonical text (the last, partial block left
+    out). Tool-call ids count only where the family is known to render them. Needs ``xxhash`` (extra ``proxy``)."""
+    layout = resolve(family, api, body)
+    ids = layout.renders_call_ids is True
+    text = "".join([_text(source, ids) for source in _sources(api, body, layout)])
+    return _blocks(text, block_chars, 0)
+
+
+class Incremental:
+    """:func:`segments` and :func:`text_blocks` over one conversation, where turn n costs only what is new.
+
+    A part of the body that is the same as at the last call, key order and types included, is not rendered and hashed
+    again. It keeps digests, no text: about 200 bytes per message, plus the text of less than one block per message
+    while ``block_chars`` is set (:attr:`size_bytes`).
+    """
+
+    def __init__(self, family: str = "default", *, ids: bool = True, block_chars: int | None = None) -> None:
+        self._family = family
+        self._ids = ids
+        self._block_chars = block_chars
+        self._known: list[_Known] = []
+        self.rendered_bytes = 0
+        """UTF-8 bytes rendered by the last call: the new part."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory held, in bytes, roughly."""
+        return sum(200 + len(known.rest) + 40 * len(known.blocks) for known in self._known)
+
+    def segments(self, api: Api, body: Mapping[str, JsonValue]) -> list[Segment]:
+        """As :func:`segments`."""
+        self._follow(api, body)
+        return [known.segment for known in self._known]
+
+    def text_blocks(self, api: Api, body: Mapping[str, JsonValue]) -> list[int]:
+        """As :func:`text_blocks` with this object's ``block_chars`` and ``ids``."""
+        if self._block_chars is None:
+            raise ValueError("text_blocks needs Incremental(block_chars=N)")
+        self._follow(api, body)
+        return [block for known in self._known for block in known.blocks]
+
+    def _follow(self, api: Api, body: Mapping[str, JsonValue]) -> None:
+        sources = _sources(api, body, resolve(self._family, api, body))
+        self.rendered_bytes = 0
+        keys = [_identity(source) for source in sources]
+        same = 0
+        while same < len(keys) and same < len(self._known) and self._known[same].key == keys[same]:
+            same += 1
+        del self._known[same:]
+        for source, key in zip(sources[same:], keys[same:], strict=True):
+            self._append(source, key)
+
+    def _append(self, source: _Source, key: bytes) -> None:
+        last = self._known[-1] if self._known else None
+        text = _text(source, self._ids)
+        segment = _segment(source, text, last.segment.digest if last else _START)
+        self.rendered_bytes += segment.size
+        blocks: list[int] = []
+        rest, chain = (last.rest, last.chain) if last else ("", 0)
+        if self._block_chars is not None:
+            rest += text
+            blocks = _blocks(rest, self._block_chars, chain)
+            chain = blocks[-1] if blocks else chain
+            rest = rest[len(blocks) * self._block_chars :]
+        self._known.append(_Known(key, segment, blocks, rest, chain))
+
+
+class _Known(NamedTuple):
+    key: bytes
+    segment: Segment
+    blocks: list[int]
+    rest: str
+    chain: int
+
+
+def _identity(source: _Source) -> bytes:
+    """A process-local key of a part of the body, strict about key order and types.
+
+    ``marshal`` version 2 writes plain values without references, so equal values give equal bytes; a dict comparison
+    would call two key orders the same, which a template does not.
+    """
+    key = blake2b(marshal.dumps(source.value, 2), digest_size=DIGEST_BYTES)
+    key.update(f"{source.kind}{source.pointer}".encode())
+    return key.digest()
+
+
+def _segment(source: _Source, text: str, before: bytes) -> Segment:
+    encoded = text.encode("utf-8", "surrogatepass")
+    own = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
+    chained = blake2b(before + own, digest_size=DIGEST_BYTES).digest()
+    return Segment(source.kind, source.pointer, chained, len(encoded), own)
+
+
+def _text(source: _Source, ids: bool) -> str:
+    return "".join([text for _, text in source.runs(source.value, source.pointer, ids)])
+
+
+def _blocks(text: str, block_chars: int, chain: int) -> list[int]:
+    try:
+        from xxhash import xxh3_64_intdigest
+    except ImportError as error:  # pragma: no cover - depends on the installation
+        raise ImportError("text_blocks needs xxhash; install it with: pip install 'homeport[proxy]'") from error
+    blocks: list[int] = []
+    for start in range(0, len(text) - block_chars + 1, block_chars):
+        block = text[start : start + block_chars].encode("utf-8", "surrogatepass")
+        chain = xxh3_64_intdigest(block, chain & _MASK64)
+        blocks.append(chain)
+    return blocks
+
+
+# --- the order of a prompt -------------------------------------------------------------------------------------------
+
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+
+
+def _sources(api: Api, body: Mapping[str, JsonValue], layout: Family) -> list[_Source]:
+    if api == "completions":
+        return _prompt_sources(body)
+    head, messages = _conversation(api, body)
+    if layout.gathers_system:
+        late = [source for source in messages if source.kind == "message:system"]
+        head += [source._replace(kind="system") for source in late]
+        messages = [source for source in messages if source.kind != "message:system"]
+    tools = _tool_sources(body, layout.sorts_tool_keys)
+    params = _param_sources(body, layout)
+    if layout.order == "tools_first":
+        return tools + params + head + messages
+    if layout.order == "system_first":
+        return params + head + tools + messages
+    users = [index for index, source in enumerate(messages) if source.kind == "message:user"]
+    last = users[-1] if users else len(messages)
+    return params + head + messages[:last] + tools + messages[last:]
+
+
+def _conversation(api: Api, body: Mapping[str, JsonValue]) -> tuple[list[_Source], list[_Source]]:
+    """System text at the head, and the messages after it."""
+    head: list[_Source] = []
+    if api == "messages":
+        head = _system_sources(body.get("system"), "/system")
+    elif api == "responses":
+        head = _system_sources(body.get("instructions"), "/instructions")
+    name = "input" if api == "responses" else "messages"
+    history = body.get(name)
+    if isinstance(history, str):
+        return head, [_Source("message:user", f"/{name}", history, _bare_user)]
+    messages: list[_Source] = []
+    for index, message in enumerate(_listed(history)):
+        role = _role(message)
+        pointer = f"/{name}/{index}"
+        if role == "system" and not messages:
+            head.append(_Source("system", pointer, message, _message))
+        else:
+            messages.append(_Source(f"message:{role}", pointer, message, _message))
+    return head, messages
+
+
+def _role(message: JsonValue) -> str:
+    if not isinstance(message, dict):
+        return "user"
+    role = message.get("role")
+    if isinstance(role, str):
+        return "system" if role in _SYSTEM_ROLES else role
+    kind = message.get("type")
+    if not isinstance(kind, str):
+        return "user"
+    return "tool" if kind.endswith(("_output", "_response")) else "assistant"
+
+
+def _system_sources(system: JsonValue, pointer: str) -> list[_Source]:
+    if isinstance(system, list):
+        return [_Source("system", f"{pointer}/{index}", block, _system) for index, block in enumerate(system)]
+    return [_Source("system", pointer, system, _system)] if system else []
+
+
+def _tool_sources(body: Mapping[str, JsonValue], sort: bool) -> list[_Source]:
+    runs = _sorted_tool if sort else _tool
+    return [
+        _Source("tool", f"/{name}/{index}", tool, runs)
+        for name in ("tools", "functions")
+        for index, tool in enumerate(_listed(body.get(name)))
+    ]
+
+
+def _listed(value: JsonValue) -> list[JsonValue]:
+    return value if isinstance(value, list) else []
+
+
+# template arguments that only touch the tail of the prompt: the part before them stays the same
+_TAIL_KWARGS = frozenset({"enable_thinking", "thinking", "add_generation_prompt"})
+
+
+def _param_sources(body: Mapping[str, JsonValue], layout: Family) -> list[_Source]:
+    """Parameters that are prompt text at the head: template arguments, and the effort where a family renders it."""
+    found: list[_Source] = []
+    kwargs = body.get("chat_template_kwargs")
+    if isinstance(kwargs, dict) and (kept := {k: v for k, v in kwargs.items() if k not in _TAIL_KWARGS}):
+        found.append(_Source("params", "/chat_template_kwargs", kept, _param))
+    if "chat_template" in body:
+        found.append(_Source("params", "/chat_template", body["chat_template"], _param))
+    if layout.effort_in_head:
+        reasoning = body.get("reasoning")
+        nested = reasoning.get("effort") if isinstance(reasoning, dict) else None
+        for pointer, effort in (("/reasoning_effort", body.get("reasoning_effort")), ("/reasoning/effort", nested)):
+            if effort is not None:
+                found.append(_Source("params", pointer, effort, _param))
+    return found
+
+
+def _prompt_sources(body: Mapping[str, JsonValue]) -> list[_Source]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return [_Source("prompt", f"/prompt/{index}", one, _prompt) for index, one in enumerate(prompt)]
+    return [_Source("prompt", "/prompt", prompt, _prompt)] if prompt else []
+
+
+# --- the text of one part --------------------------------------------------------------------------------------------
+
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+_encode_sorted = json.JSONEncoder(
+    ensure_ascii=False, check_circular=False, separators=(",", ":"), sort_keys=True
+).encode
+_SCHEMA_NAMES = ("parameters", "input_schema", "inputSchema")
+
+
+def _prompt(value: JsonValue, pointer: str, ids: bool) -> _Runs:
+    if isinstance(value, list):
+        return [(pointer, " ".join(map(str, value)))]
+    return [(pointer, value if isinstance(value, str) else _encode(value))]
+
+
+def _param(value: JsonValue, pointer: str, ids: bool) -> _Runs:
+    return [(pointer, f"<param {pointer[1:]}>{_encode_sorted(value)}\n")]
+
+
+def _tool(value: JsonValue, pointer: str, ids: bool) -> _Runs:
+    return [(pointer, f"\n<tool>{_definition(value, _encode)}")]
+
+
+def _sorted_tool(value: JsonValue, pointer: str, ids: bool) -> _Runs:
+    return [(pointer, f"\n<tool>{_definition(value, _encode_sorted)}")]
+
+
+def _definition(tool: JsonValue, encode: Callable[[JsonValue], str]) -> str:
+    """A definition as text: name, description, schema in its own key order, then the rest by key.
+
+    Engines parse the outer object into a typed one, so its key order is no prompt text; the schema's is.
+    """
+    if not isinstance(tool, dict):
+        return _encode(tool)
+    function = tool.get("function")
+    inner = function if isinstance(function, dict) else tool
+    rest = {
+        key: value
+        for source in ((tool, inner) if inner is not tool else (tool,))
+        for key, value in source.items()
+        if key not in ("name", "description", "cache_control", "function", *_SCHEMA_NAMES)
+        and not (key == "type" and value in ("function", "custom"))
+    }
+    name, description = inner.get("name"), inner.get("description")
+    schema = next((inner[key] for key in _SCHEMA_NAMES if key in inner), None)
+    text = f'{{"name":{encode(name)},"description":{encode(description)},"parameters":{encode(schema)}'
+    return f"{text},{_encode_sorted(rest)}}}" if rest else f"{text}}}"
+
+
+def _system(value: JsonValue, pointer: str, ids: bool) -> _Runs:
+    if isinstance(value, dict):
+        return [(pointer, "\n<system>\n"), *_block(value, pointer, ids)]
+    return [(pointer, f"\n<system>\n{value if isinstance(value, str) else _encode(value)}")]
+
+
+def _bare_user(value: JsonValue, pointer: str, ids: bool) -> _Runs:
+    return [(pointer, f"\n<user>\n{value}")]
+
+
+# members of a message or item that are handled by name, or that no template renders
+_NOT_REST = frozenset(
+    {
+        "role", "content", "name", "tool_calls", "function_call", "tool_call_id", "reasoning_content", "reasoning",
+        "refusal", "cache_control", "id", "status", "type", "call_id", "arguments", "input", "output", "summary",
+        "encrypted_content", "phase", "prompt_cache_breakpoint", "reasoning_details", "provider_specific_fields",
+        "annotations", "audio", "thinking_blocks", "prefix", "object",
+    }
+)  # fmt: skip
+
+
+def _message(message: JsonValue, pointer: str, ids: bool) -> _Runs:
+    if not isinstance(message, dict):
+        return [(pointer, f"\n<user>\n{message if isinstance(message, str) else _encode(message)}")]
+    runs: _Runs = [(pointer, _frame(message, ids))]
+    for name in ("reasoning_content", "reasoning"):
+        thought = message.get(name)
+        if isinstance(thought, str) and thought:
+            runs.append((f"{pointer}/{name}", f"<think>{thought}</think>"))
+            break
+    if message.get("type") == "reasoning":
+        runs += _reasoning_item(message, pointer, ids)
+    elif (content := message.get("content")) is not None:
+        runs += _content(content, f"{pointer}/content", ids)
+    if isinstance(refusal := message.get("refusal"), str):
+        runs.append((f"{pointer}/refusal", refusal))
+    for index, call in enumerate(_listed(message.get("tool_calls"))):
+        runs.append(_call(call, f"{pointer}/tool_calls/{index}", ids))
+    if isinstance(message.get("function_call"), dict):
+        runs.append(_call(message["function_call"], f"{pointer}/function_call", ids))
+    if "arguments" in message or message.get("type") == "custom_tool_call":
+        runs.append(_call(message, pointer, ids))
+    elif "output" in message:
+        runs += _content(message["output"], f"{pointer}/output", ids)
+    if not message.keys() <= _NOT_REST and (rest := {k: v for k, v in message.items() if k not in _NOT_REST}):
+        runs.append((pointer, _encode_sorted(rest)))
+    return runs
+
+
+def _frame(message: dict[str, JsonValue], ids: bool) -> str:
+    role, name, kind = message.get("role"), message.get("name"), message.get("type")
+    frame = role if isinstance(role, str) else str(kind)
+    if isinstance(name, str) and isinstance(role, str):
+        frame += f" {name}"
+    if ids:
+        number = message.get("tool_call_id")
+        if number is None and "output" in message:
+            number = message.get("call_id")
+        if isinstance(number, str):
+            frame += f" {number}"
+    return f"\n<{frame}>\n"
+
+
+def _reasoning_item(item: dict[str, JsonValue], pointer: str, ids: bool) -> _Runs:
+    """A Responses reasoning item: what the model is given back is the encrypted content, else the text."""
+    hidden = item.get("encrypted_content")
+    if isinstance(hidden, str):
+        return [(f"{pointer}/encrypted_content", f"<think {_digest_text(hidden)}>")]
+    return [
+        run
+        for name in ("content", "summary")
+        if item.get(name)
+        for run in _content(item[name], f"{pointer}/{name}", ids)
+    ]
+
+
+def _call(call: JsonValue, pointer: str, ids: bool) -> tuple[str, str]:
+    if not isinstance(call, dict):
+        return pointer, _encode(call)
+    function = call.get("function")
+    inner, inside = (function, f"{pointer}/function") if isinstance(function, dict) else (call, pointer)
+    member = next((name for name in ("arguments", "input") if name in inner), "arguments")
+    arguments = inner.get(member)
+    text = arguments if isinstance(arguments, str) else _encode(arguments)
+    number = call.get("call_id", call.get("id")) if ids else None
+    label = f" {number}" if isinstance(number, str) else ""
+    return f"{inside}/{member}", f"\n<call{label}>{inner.get('name')} {text}"
+
+
+def _content(content: JsonValue, pointer: str, ids: bool) -> _Runs:
+    if isinstance(content, str):
+        return [(pointer, content)]
+    if isinstance(content, list):
+        return [run for index, block in enumerate(content) for run in _block(block, f"{pointer}/{index}", ids)]
+    return [(pointer, _encode(content))]
+
+
+_TEXT_BLOCKS = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text"})
+_UNSEEN = frozenset({"cache_control", "id", "status", "citations", "annotations", "prompt_cache_breakpoint"})
+
+
+def _block(block: JsonValue, pointer: str, ids: bool) -> _Runs:
+    if not isinstance(block, dict):
+        return [(pointer, block if isinstance(block, str) else _encode(block))]
+    kind = block.get("type")
+    text = block.get("text")
+    if kind in _TEXT_BLOCKS and isinstance(text, str):
+        return [(f"{pointer}/text", text)]
+    if kind == "thinking":
+        return [(f"{pointer}/thinking", f"<think>{block.get('thinking')}</think>")]
+    if isinstance(kind, str) and kind.endswith("tool_use"):
+        return [_call(block, pointer, ids)]
+    if isinstance(kind, str) and kind.endswith("tool_result"):
+        number = block.get("tool_use_id") if ids else None
+        frame = f"\n<result{' error' if block.get('is_error') else ''}{f' {number}' if number else ''}>"
+        return [(pointer, frame), *_content(block.get("content", ""), f"{pointer}/content", ids)]
+    # pictures, sound, files and anything unknown: a digest, so that their encoding does not count as prompt text
+    seen = {key: value for key, value in block.items() if key not in _UNSEEN}
+    return [(pointer, f"<{kind} {_digest_text(_encode_sorted(seen))}>")]
+
+
+def _digest_text(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).hexdigest()
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def head_digest(parts: Sequence[Segment]) -> bytes:
+    """The digest of a conversation's head: everything before and with the first message that is not system text.
+
+    Give it ``segments(..., ids=False)``.
+    """
+    digest = _START
+    for part in parts:
+        digest = part.digest
+        if part.kind not in ("tool", "system", "params"):
+            break
+    return digest
+
+
+def message_chain(parts: Sequence[Segment]) -> list[bytes]:
+    """Chained digests of the messages alone, without tools, parameters and system text at the head.
+
+    It finds a conversation again whose system prompt or tools changed. Give it ``segments(..., ids=False)``.
+    """
+    chain: list[bytes] = []
+    digest = _START
+    for part in parts:
+        if part.kind.startswith("message:") or part.kind == "prompt":
+            digest = blake2b(digest + part.own, digest_size=DIGEST_BYTES).digest()
+            chain.append(digest)
+    return chain
