@@ -5,18 +5,19 @@ template family, with short frames in between. What no template renders is left 
 ``status``), a string and the same text as a list of parts are the same, and what the model generated (assistant text,
 reasoning, argument strings) stands in it verbatim.
 
-Segment digests are BLAKE2b from the standard library, so that they are the same in every process and installation and
-may be stored and sent. The block digests of :func:`text_blocks` are XXH3: they live in a router's index only, which
-installs ``xxhash``, and are asked for on every request.
+Segment digests are SHA-256, cut to 16 bytes, from the standard library, so that they are the same in every process and
+installation and may be stored and sent. The block digests of :func:`text_blocks` are XXH3: they live in a router's
+index only, which installs ``xxhash``, and are asked for on every request.
 """
 
 from __future__ import annotations
 
 import json
 import marshal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
+from functools import lru_cache
+from hashlib import sha256
 from typing import Literal, NamedTuple, TypeAlias
 
 from homeport.templates import FAMILIES, Family, family_of
@@ -28,7 +29,7 @@ JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, J
 
 DIGEST_BYTES = 16
 _START = bytes(DIGEST_BYTES)
-_MASK64 = (1 << 64) - 1
+_HEAD_KINDS = frozenset({"tool", "system", "params"})
 
 
 class Piece(NamedTuple):
@@ -40,19 +41,29 @@ class Piece(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """One tool, system text or message of a prompt.
 
-    ``digest`` is chained: it covers everything up to and including this segment. ``own`` covers this segment alone.
-    ``size`` is the rendered text in UTF-8 bytes.
+    ``digest`` is chained: it covers everything up to and including this segment. ``size`` is the rendered text in
+    UTF-8 bytes.
     """
 
     kind: str
     pointer: str
     digest: bytes
     size: int
-    own: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells conversations apart when no id is given; tool-call ids do not count.
+
+    ``head``: tools, system text and the first message. ``chain``: one chained digest per message, without tools,
+    parameters and system text at the head, so that a conversation is found again whose system text or tools changed.
+    """
+
+    head: bytes
+    chain: tuple[bytes, ...]
 
 
 _Runs: TypeAlias = "list[tuple[str, str]]"
@@ -101,6 +112,21 @@ def text_blocks(api: Api, body: Mapping[str, JsonValue], block_chars: int = 512,
     ids = layout.renders_call_ids is True
     text = "".join([_text(source, ids) for source in _sources(api, body, layout)])
     return _blocks(text, block_chars, 0)
+
+
+def identity(api: Api, body: Mapping[str, JsonValue], family: str = "default") -> Identity:
+    """The conversation's head and message chain."""
+    head = chained = _START
+    chain: list[bytes] = []
+    for source in _sources(api, body, resolve(family, api, body)):
+        encoded = _text(source, False).encode("utf-8", "surrogatepass")
+        if source.kind in _HEAD_KINDS:
+            # a block of tools that a family renders late belongs to no message
+            head = _digest(head + encoded) if not chain else head
+        else:
+            chained = _digest(chained + encoded)
+            chain.append(chained)
+    return Identity(_digest(head + chain[0]) if chain else head, tuple(chain))
 
 
 class Incremental:
@@ -176,16 +202,16 @@ def _identity(source: _Source) -> bytes:
     ``marshal`` version 2 writes plain values without references, so equal values give equal bytes; a dict comparison
     would call two key orders the same, which a template does not.
     """
-    key = blake2b(marshal.dumps(source.value, 2), digest_size=DIGEST_BYTES)
-    key.update(f"{source.kind}{source.pointer}".encode())
-    return key.digest()
+    return _digest(marshal.dumps((source.kind, source.pointer, source.value), 2))
 
 
 def _segment(source: _Source, text: str, before: bytes) -> Segment:
     encoded = text.encode("utf-8", "surrogatepass")
-    own = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
-    chained = blake2b(before + own, digest_size=DIGEST_BYTES).digest()
-    return Segment(source.kind, source.pointer, chained, len(encoded), own)
+    return Segment(source.kind, source.pointer, _digest(before + encoded), len(encoded))
+
+
+def _digest(data: bytes) -> bytes:
+    return sha256(data).digest()[:DIGEST_BYTES]
 
 
 def _text(source: _Source, ids: bool) -> str:
@@ -200,7 +226,7 @@ def _blocks(text: str, block_chars: int, chain: int) -> list[int]:
     blocks: list[int] = []
     for start in range(0, len(text) - block_chars + 1, block_chars):
         block = text[start : start + block_chars].encode("utf-8", "surrogatepass")
-        chain = xxh3_64_intdigest(block, chain & _MASK64)
+        chain = xxh3_64_intdigest(block, chain)
         blocks.append(chain)
     return blocks
 
@@ -330,11 +356,28 @@ def _param(value: JsonValue, pointer: str, ids: bool) -> _Runs:
 
 
 def _tool(value: JsonValue, pointer: str, ids: bool) -> _Runs:
-    return [(pointer, f"\n<tool>{_definition(value, _encode)}")]
+    return [(pointer, _tool_text(value, False))]
 
 
 def _sorted_tool(value: JsonValue, pointer: str, ids: bool) -> _Runs:
-    return [(pointer, f"\n<tool>{_definition(value, _encode_sorted)}")]
+    return [(pointer, _tool_text(value, True))]
+
+
+def _tool_text(tool: JsonValue, sort: bool) -> str:
+    packed = marshal.dumps(tool, 2)
+    if len(packed) > _CACHED_TOOL_BYTES:
+        return _unpacked_tool_text(packed, sort)
+    return _cached_tool_text(packed, sort)
+
+
+def _unpacked_tool_text(packed: bytes, sort: bool) -> str:
+    return f"\n<tool>{_definition(marshal.loads(packed), _encode_sorted if sort else _encode)}"
+
+
+# the same definitions come with every request of every session, and writing them as JSON is most of a fingerprint's
+# cost; at most 512 definitions of 16 kB, that is 16 MiB with their text
+_CACHED_TOOL_BYTES = 16_384
+_cached_tool_text = lru_cache(maxsize=512)(_unpacked_tool_text)
 
 
 def _definition(tool: JsonValue, encode: Callable[[JsonValue], str]) -> str:
@@ -383,6 +426,8 @@ _NOT_REST = frozenset(
 def _message(message: JsonValue, pointer: str, ids: bool) -> _Runs:
     if not isinstance(message, dict):
         return [(pointer, f"\n<user>\n{message if isinstance(message, str) else _encode(message)}")]
+    if len(message) == 2 and isinstance(content := message.get("content"), str) and "role" in message:
+        return [(pointer, f"\n<{message['role']}>\n"), (f"{pointer}/content", content)]
     runs: _Runs = [(pointer, _frame(message, ids))]
     for name in ("reasoning_content", "reasoning"):
         thought = message.get(name)
@@ -403,7 +448,8 @@ def _message(message: JsonValue, pointer: str, ids: bool) -> _Runs:
         runs.append(_call(message, pointer, ids))
     elif "output" in message:
         runs += _content(message["output"], f"{pointer}/output", ids)
-    if not message.keys() <= _NOT_REST and (rest := {k: v for k, v in message.items() if k not in _NOT_REST}):
+    if not _NOT_REST.issuperset(message):
+        rest = {name: value for name, value in message.items() if name not in _NOT_REST}
         runs.append((pointer, _encode_sorted(rest)))
     return runs
 
@@ -481,34 +527,4 @@ def _block(block: JsonValue, pointer: str, ids: bool) -> _Runs:
 
 
 def _digest_text(text: str) -> str:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).hexdigest()
-
-
-# --- identity --------------------------------------------------------------------------------------------------------
-
-
-def head_digest(parts: Sequence[Segment]) -> bytes:
-    """The digest of a conversation's head: everything before and with the first message that is not system text.
-
-    Give it ``segments(..., ids=False)``.
-    """
-    digest = _START
-    for part in parts:
-        digest = part.digest
-        if part.kind not in ("tool", "system", "params"):
-            break
-    return digest
-
-
-def message_chain(parts: Sequence[Segment]) -> list[bytes]:
-    """Chained digests of the messages alone, without tools, parameters and system text at the head.
-
-    It finds a conversation again whose system prompt or tools changed. Give it ``segments(..., ids=False)``.
-    """
-    chain: list[bytes] = []
-    digest = _START
-    for part in parts:
-        if part.kind.startswith("message:") or part.kind == "prompt":
-            digest = blake2b(digest + part.own, digest_size=DIGEST_BYTES).digest()
-            chain.append(digest)
-    return chain
+    return _digest(text.encode("utf-8", "surrogatepass")).hex()
