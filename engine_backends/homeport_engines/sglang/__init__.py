@@ -1,0 +1,1 @@
+"""SGLang: wire, launch and telemetry."""
