@@ -121,3 +121,180 @@ class Decision:
     home: str | None = None
     """The session's home after this decision (unchanged by a spill or a side request)."""
     costs: Mapping[str, Cost] = field(default_factory=dict)
+
+
+PolicyName = Literal["cost", "session", "prefix", "least-tokens", "round-robin"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSettings:
+    """Every knob of the router; the defaults are the ones the benchmark reports.
+
+    ``k0``, ``k1``: shadow price of recomputed seconds, ``k0 + k1 * rho / (1 - rho)`` with the cluster's load rho.
+    ``tau_first_s``, ``tau_later_s``: seconds charged per unit of a place's own offered load, for a session's first
+    request and for later ones. ``hold_below_s``: late binding sends the next request to a place once it has at most
+    this much prefill left. ``age_weight``: seconds of predicted prefill that one second of waiting buys.
+    ``starve_after_s``: a request held longer goes next, whatever its length.
+    """
+
+    policy: PolicyName = "cost"
+    shadow: tuple[str, ...] = ()
+    load_bound: float = 1.25
+    k0: float = 2.0
+    k1: float = 1.5
+    tau_first_s: float = 2.0
+    tau_later_s: float = 1.0
+    load_window_s: float = 60.0
+    late_binding: bool = True
+    hold_below_s: float = 0.1
+    age_weight: float = 0.3
+    starve_after_s: float = 120.0
+    min_uncached_tokens: int = 256
+    queue_scale_per_s: float = 4.0
+    home_margin_s: float = 0.05
+    move_margin_s: float = 1.0
+    move_after: int = 3
+    gone_after_s: float = 15.0
+    idle_ttl_s: float = 3600.0
+    max_sessions: int = 100_000
+    index_bytes: int = 256 * 1024 * 1024
+    default_kv_tokens: int = 500_000
+    overload_context: float | None = None
+    """Hold new sessions while live context exceeds this multiple of all KV capacity; None: never."""
+
+
+@dataclass(slots=True)
+class PlaceView:
+    """One place as a decision sees it: a snapshot, read and never written by a policy.
+
+    ``wait_s``: predicted prefill left on the engine. ``queued``: (predicted prefill in s, waiting since) of requests
+    held for it. ``rho``: offered prefill work per second, averaged over the load window. ``cached_tokens``: what the
+    index expects the engine to find of this very prompt; None when it knows nothing. ``idle_s`` counts since the
+    home went down.
+    """
+
+    name: str
+    backend: str
+    role: Role
+    pool: str = "default"
+    rates: Rates = field(default_factory=Rates)
+    state: State = "up"
+    cooling: bool = False
+    kv_transfer: bool = False
+    kv_capacity_tokens: int | None = None
+    wait_s: float = 0.0
+    queued: Sequence[tuple[float, float]] = ()
+    rho: float = 0.0
+    requests: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    tokens_per_step: float = 1.0
+    cached_tokens: int | None = None
+    confidence: float = 1.0
+    home: bool = False
+    dearer_times: int = 0
+    down_s: float = 0.0
+
+    @property
+    def expected_cached_tokens(self) -> int:
+        """Index figure discounted by the index's confidence; 0 when unknown."""
+        return int((self.cached_tokens or 0) * self.confidence)
+
+
+class NoPlaceError(Exception):
+    """No place can take the request; the text says why and what would help."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request in the router's hands, from ``arrive`` to ``finished`` or ``cancel``.
+
+    ``decision`` is None while the request is held; ``refused`` says why no place could be found after holding.
+    """
+
+    request: RequestView
+    arrived_s: float
+    decision: Decision | None = None
+    refused: str | None = None
+    decided_s: float | None = None
+    first_token_s: float | None = None
+    attempts: tuple[str, ...] = ()
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request's prompt: cached tokens and every uncached one booked to one cause.
+
+    ``causes`` sums with ``cached_tokens`` to ``prompt_tokens``; None figures were not reported.
+    """
+
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    causes: Mapping[str, int] = field(default_factory=dict)
+    expected_cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """One decision with all that it was made from; replaying it gives the same decision."""
+
+    ts_s: float
+    seed: int
+    request: RequestView
+    places: tuple[PlaceView, ...]
+    settings: RoutingSettings
+    decision: Decision
+    shadows: Mapping[str, str] = field(default_factory=dict)
+    """What each shadow policy would have chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session as the router knows it. ``keep_s``: how long its prefix is expected to stay resident; None unknown."""
+
+    session: str
+    home: str | None
+    requests: int
+    open_requests: int
+    context_tokens: int
+    last_used_s: float
+    moves: int
+    warm: bool
+    keep_s: float | None
+
+
+IndexState = Literal["exact", "approximate", "degraded", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceStatus:
+    """One place at a glance; None is unknown, never zero."""
+
+    name: str
+    backend: str
+    role: Role
+    state: State
+    requests: int
+    queued: int
+    prefill_tokens: int
+    decode_tokens: int
+    sessions: int
+    hit_ratio: float | None
+    index: IndexState
+    confidence: float
+    rates: Rates
+    spec_acceptance: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatus:
+    """The router at a glance; ``degraded`` lists what does not work as configured, in words."""
+
+    places: Mapping[str, PlaceStatus]
+    sessions: int
+    queued: int
+    index_bytes: int
+    degraded: tuple[str, ...] = ()
+    wanted: Mapping[str, str] = field(default_factory=dict)
+    """Advice by pool: which role is short."""

@@ -1,0 +1,54 @@
+"""Predicted seconds: prefill, waiting, decode slowdown, the shadow price of work done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from homeport_proxy.routing.views import PlaceView, Rates, RoutingSettings
+
+
+def prefill_s(rates: Rates, uncached_tokens: int, cached_tokens: int) -> float:
+    """Seconds to prefill ``uncached_tokens`` after ``cached_tokens``: linear work plus attention.
+
+    ``T0 + u / R * (1 + (c + u / 2) / A)``; T0 is at least 0.02 s, or a burst of short prompts would pile on one place.
+    """
+    attention = 1.0 + (cached_tokens + uncached_tokens / 2) / rates.attention_tokens
+    return max(rates.t0_s, 0.02) + uncached_tokens / rates.tokens_per_s * attention
+
+
+def decode_step_s(rates: Rates, sequences: int, context_tokens: int) -> float:
+    """Seconds of one decode step of ``sequences`` with ``context_tokens`` in all."""
+    return rates.step_s + sequences * rates.per_sequence_s + context_tokens * rates.per_context_token_s
+
+
+def shadow_factor(settings: RoutingSettings, rho: float) -> float:
+    """Seconds that one second of recomputation costs everybody else, at cluster load ``rho`` (1 = saturated)."""
+    load = min(max(rho, 0.0), 0.95)
+    return settings.k0 + settings.k1 * load / (1.0 - load)
+
+
+def queue_wait_s(
+    queued: Sequence[tuple[float, float]], own_prefill_s: float, now_s: float, settings: RoutingSettings
+) -> float:
+    """Predicted prefill (s) of the held requests that go before one of ``own_prefill_s`` arriving now."""
+    weight = settings.age_weight
+    return sum(work for work, since in queued if work - weight * (now_s - since) <= own_prefill_s)
+
+
+def decode_slowdown_s(place: PlaceView, prompt_tokens: int, output_tokens: int) -> float:
+    """Seconds by which this request's own decoding and its neighbours' are slowed by joining the place's batch.
+
+    One more sequence and its context lengthen every step of everyone; speculative acceptance shortens all decoding
+    by the tokens a step yields.
+    """
+    rates = place.rates
+    step = decode_step_s(rates, place.requests + 1, place.decode_tokens + prompt_tokens)
+    alone = decode_step_s(rates, 1, prompt_tokens)
+    added = rates.per_sequence_s + prompt_tokens * rates.per_context_token_s
+    steps = output_tokens / max(place.tokens_per_step, 1.0)
+    return steps * (step - alone + added * place.requests)
+
+
+def cluster_rho(places: Sequence[PlaceView]) -> float:
+    """Mean offered prefill load of the places that prefill (1 = all of their time)."""
+    return sum(place.rho for place in places) / len(places) if places else 0.0

@@ -1,0 +1,103 @@
+"""One decision: which place, which prefill place, in which word. Pure: a function of the snapshot it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from homeport_proxy.routing.disaggregate import prefill_plan
+from homeport_proxy.routing.policies import POLICIES, Choice
+from homeport_proxy.routing.views import Cost, Decision, NoPlaceError, PlaceView, RequestView, RoutingSettings, Word
+
+
+def decide(
+    request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+) -> Decision:
+    """Choose among ``places`` (all serve the request's model, adapter and length; any state).
+
+    Raises :class:`NoPlaceError` when none is usable. When every place is down they are tried all the same: a health
+    check that is wrong everywhere must not lock everybody out.
+    """
+    home = next((place for place in places if place.home), None)
+    usable = _usable(places, home)
+    choice = POLICIES[settings.policy](request, usable, now_s, rng, settings)
+    place = choice.place
+    word, reason, new_home = _word(request, choice, home, settings)
+    prefill_place = None
+    prefill_cached = None
+    prefills = [candidate for candidate in usable if candidate.role == "prefill"]
+    if place.role == "decode":
+        plan = prefill_plan(request, place, prefills, now_s, settings)
+        reason = f"{reason}; {plan.why}"
+        if plan.place is not None:
+            prefill_place = plan.place.name
+            prefill_cached = plan.cached_tokens
+    # with a separate prefill the tokens found cached are the prefill engine's
+    expected = _expected(place) if prefill_place is None else prefill_cached
+    return Decision(
+        place=place.name,
+        word=word,
+        reason=reason,
+        prefill_place=prefill_place,
+        expected_cached_tokens=expected,
+        prefill_cached_tokens=prefill_cached,
+        home=new_home,
+        costs=choice.costs,
+    )
+
+
+def _expected(place: PlaceView) -> int | None:
+    return None if place.cached_tokens is None else place.expected_cached_tokens
+
+
+def _usable(places: Sequence[PlaceView], home: PlaceView | None) -> list[PlaceView]:
+    hosts = [place for place in places if place.role != "prefill"]
+    if not hosts:
+        raise NoPlaceError("no backend that can decode serves this model")
+    open_hosts = [place for place in hosts if place.state in ("up", "unknown")]
+    if not open_hosts:
+        open_hosts = [place for place in hosts if place.state == "down"]
+        if not open_hosts:
+            raise NoPlaceError("every backend of this model is draining; undrain one or add another")
+    # an engine that asked for a pause gets no new sessions; its own sessions' next requests still come
+    rested = [place for place in open_hosts if not place.cooling or place is home]
+    prefills = [place for place in places if place.role == "prefill" and place.state in ("up", "unknown")]
+    return (rested or open_hosts) + ([place for place in prefills if not place.cooling] or prefills)
+
+
+def _word(
+    request: RequestView, choice: Choice, home: PlaceView | None, settings: RoutingSettings
+) -> tuple[Word, str, str | None]:
+    place = choice.place
+    expected = place.expected_cached_tokens
+    held = f"{expected} of {request.prompt_tokens} tokens expected cached"
+    if home is None:
+        why = choice.why or _cheapest(choice)
+        kept = None if request.kind == "side" else place.name
+        return Word.PLACED, f"first request of the session, {why}", kept
+    if place is home:
+        return Word.HOME, f"home, {held}", home.name
+    if home.state == "draining":
+        return Word.MOVED, f"home {home.name} is draining", home.name if request.kind == "side" else place.name
+    if home.state == "down":
+        gone = home.down_s >= settings.gone_after_s and request.kind != "side"
+        return Word.FAILOVER, f"home {home.name} is down", place.name if gone else home.name
+    margin_s = dearer_by_s(choice.costs, home.name, place.name)
+    if request.kind != "side" and home.dearer_times + 1 >= settings.move_after and margin_s > settings.move_margin_s:
+        times = home.dearer_times + 1
+        return Word.MOVED, f"home {home.name} was dearer {times} times running, now by {margin_s:.1f} s", place.name
+    return Word.SPILL, f"home {home.name} would take {margin_s:.1f} s longer, this once", home.name
+
+
+def dearer_by_s(costs: Mapping[str, Cost], home: str | None, place: str) -> float:
+    """Seconds by which ``home`` costs more than ``place``; 0 when the policy does not price them."""
+    if home is None or home not in costs or place not in costs:
+        return 0.0
+    return costs[home].total_s - costs[place].total_s
+
+
+def _cheapest(choice: Choice) -> str:
+    cost = choice.costs.get(choice.place.name)
+    if cost is None:
+        return "chosen by policy"
+    return f"predicted to start in {cost.wait_s + cost.prefill_s + cost.transfer_s:.2f} s"

@@ -1,0 +1,94 @@
+"""Two legs: a decode place was chosen; does a separate engine prefill for it, and which one?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from homeport_proxy.routing.cost import cluster_rho, prefill_s, queue_wait_s, shadow_factor
+from homeport_proxy.routing.ties import rank
+from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """Who prefills for a decode place, and what that takes. ``place`` is None when the decode place does it itself."""
+
+    place: PlaceView | None
+    wait_s: float
+    work_s: float
+    transfer_s: float
+    rho: float
+    cached_tokens: int
+    why: str
+
+
+def threshold_tokens(decode: PlaceView, prefill: PlaceView, settings: RoutingSettings) -> float:
+    """Uncached tokens up to which the decode place prefills by itself.
+
+    ``min_uncached * (1 + 4 * wait_p) / (1 + 4 * wait_d)``: rises with the prefill queue, falls with the decode
+    engine's own. ``min_uncached_tokens`` of 1 or less means: always separate when anything is uncached.
+    """
+    base = float(settings.min_uncached_tokens)
+    if base <= 1:
+        return 0.0
+    scale = settings.queue_scale_per_s
+    return base * (1.0 + scale * _backlog_s(prefill)) / (1.0 + scale * _backlog_s(decode))
+
+
+def prefill_plan(
+    request: RequestView,
+    decode: PlaceView,
+    prefills: Sequence[PlaceView],
+    now_s: float,
+    settings: RoutingSettings,
+) -> PrefillPlan:
+    """The decode place's own prefill, or the best prefill place of its pool."""
+    prompt = request.prompt_tokens
+    cached = decode.expected_cached_tokens
+    uncached = prompt - cached
+    paired = [place for place in prefills if place.pool == decode.pool and place.kv_transfer and decode.kv_transfer]
+    if request.split_refused is not None:
+        return _own(request, decode, now_s, settings, request.split_refused)
+    if not paired:
+        return _own(request, decode, now_s, settings, "no prefill engine is available")
+    chosen = best_prefill(request, paired, now_s, settings)
+    if uncached <= threshold_tokens(decode, chosen.place or decode, settings):
+        return _own(request, decode, now_s, settings, f"{uncached} uncached tokens are prefilled where they decode")
+    transfer_s = uncached / decode.rates.transfer_tokens_per_s
+    return PrefillPlan(
+        chosen.place, chosen.wait_s, chosen.work_s, transfer_s, chosen.rho, chosen.cached_tokens, chosen.why
+    )
+
+
+def best_prefill(
+    request: RequestView, places: Sequence[PlaceView], now_s: float, settings: RoutingSettings
+) -> PrefillPlan:
+    """The prefill place of the lowest ``wait + P + k * (P - P_min) + tau * rho + rtt``; ties by rendezvous hash."""
+    k = shadow_factor(settings, cluster_rho(places))
+    plans = []
+    for place in places:
+        cached = place.expected_cached_tokens
+        work_s = prefill_s(place.rates, request.prompt_tokens - cached, cached)
+        wait_s = place.wait_s + queue_wait_s(place.queued, work_s, now_s, settings)
+        plans.append((place, wait_s, work_s, cached))
+    least_s = min(plan[2] for plan in plans)
+
+    def total(plan: tuple[PlaceView, float, float, int]) -> tuple[float, int]:
+        place, wait_s, work_s, _ = plan
+        cost_s = wait_s + work_s + k * (work_s - least_s) + settings.tau_later_s * place.rho + place.rates.rtt_s
+        return round(cost_s, 3), -rank(request.session, place.name)
+
+    place, wait_s, work_s, cached = min(plans, key=total)
+    return PrefillPlan(place, wait_s, work_s, 0.0, place.rho, cached, "separate prefill")
+
+
+def _own(request: RequestView, decode: PlaceView, now_s: float, settings: RoutingSettings, why: str) -> PrefillPlan:
+    cached = decode.expected_cached_tokens
+    work_s = prefill_s(decode.rates, request.prompt_tokens - cached, cached)
+    wait_s = decode.wait_s + queue_wait_s(decode.queued, work_s, now_s, settings)
+    return PrefillPlan(None, wait_s, work_s, 0.0, decode.rho, cached, why)
+
+
+def _backlog_s(place: PlaceView) -> float:
+    return place.wait_s + sum(work_s for work_s, _ in place.queued)

@@ -1,0 +1,108 @@
+"""A place's load: in-flight prefill and decode tokens, the prefill left on the engine, work offered lately."""
+
+from __future__ import annotations
+
+import math
+
+_OVERRUN_FACTOR = 4.0
+_OVERRUN_S = 5.0
+
+
+class PlaceLoad:
+    """Books of one place. Prefill is held from dispatch to first token, decode to the end; cached blocks are no load.
+
+    The engine is taken to prefill in the order of dispatch, so the time left is the rest of the head plus the whole
+    of what follows; a first token shows where it stands.
+    """
+
+    __slots__ = (
+        "_decayed_s",
+        "_head_since_s",
+        "_offered_s",
+        "_prefills",
+        "_queued_s",
+        "decode_tokens",
+        "prefill_tokens",
+        "requests",
+        "window_s",
+    )
+
+    def __init__(self, window_s: float) -> None:
+        self.window_s = window_s
+        self.requests = 0
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self._prefills: dict[int, float] = {}
+        self._queued_s = 0.0
+        self._head_since_s = 0.0
+        self._offered_s = 0.0
+        self._decayed_s = 0.0
+
+    def begin_prefill(self, key: int, work_s: float, uncached_tokens: int, now_s: float) -> None:
+        """``work_s`` of prefill was sent to the engine under ``key``."""
+        if not self._prefills:
+            self._head_since_s = now_s
+        self._prefills[key] = work_s
+        self._queued_s += work_s
+        self.prefill_tokens += uncached_tokens
+
+    def offer(self, work_s: float, now_s: float) -> None:
+        """``work_s`` of prefill was assigned to this place (held or sent)."""
+        self._offered_s = self._offered(now_s) + work_s
+        self._decayed_s = now_s
+
+    def end_prefill(self, key: int, uncached_tokens: int, now_s: float, *, ran: bool) -> None:
+        """The prefill under ``key`` answered (``ran``) or was called off."""
+        work_s = self._prefills.pop(key, None)
+        if work_s is None:
+            return
+        self.prefill_tokens -= uncached_tokens
+        self._queued_s = self._queued_s - work_s if self._prefills else 0.0
+        if ran or not self._prefills:
+            self._head_since_s = now_s
+
+    def begin_decode(self, tokens: int) -> None:
+        """A sequence of ``tokens`` context will live here."""
+        self.requests += 1
+        self.decode_tokens += tokens
+
+    def end_decode(self, tokens: int) -> None:
+        """The sequence is gone."""
+        self.requests -= 1
+        self.decode_tokens -= tokens
+
+    def prefill_left_s(self, now_s: float) -> float:
+        """Predicted seconds until the engine has finished what was sent.
+
+        A head that runs longer than predicted counts as a quarter of the time it took so far, until it is so late
+        that the prediction says nothing: then it counts as done, so that a silent engine cannot hold a queue forever.
+        """
+        if not self._prefills:
+            return 0.0
+        head_s = next(iter(self._prefills.values()))
+        elapsed_s = now_s - self._head_since_s
+        rest_s = max(self._queued_s - head_s, 0.0)
+        if elapsed_s > _OVERRUN_FACTOR * head_s + _OVERRUN_S:
+            late_s = elapsed_s - (_OVERRUN_FACTOR * head_s + _OVERRUN_S)
+            return max(rest_s - late_s, 0.0)
+        return max(head_s - elapsed_s, min(head_s, elapsed_s / 4)) + rest_s
+
+    def next_change_s(self, below_s: float, now_s: float) -> float:
+        """When :meth:`prefill_left_s` is first at most ``below_s`` if no first token arrives."""
+        left_s = self.prefill_left_s(now_s)
+        if left_s <= below_s or not self._prefills:
+            return now_s
+        head_s = next(iter(self._prefills.values()))
+        elapsed_s = now_s - self._head_since_s
+        if elapsed_s < head_s and left_s - below_s <= head_s - elapsed_s and head_s / 4 <= below_s:
+            return now_s + left_s - below_s
+        given_up_s = self._head_since_s + _OVERRUN_FACTOR * head_s + _OVERRUN_S
+        return max(given_up_s + max(self._queued_s - head_s - below_s, 0.0), now_s) + 1e-3
+
+    def _offered(self, now_s: float) -> float:
+        age_s = now_s - self._decayed_s
+        return self._offered_s * math.exp(-age_s / self.window_s) if age_s > 0 else self._offered_s
+
+    def rho(self, now_s: float) -> float:
+        """Offered prefill seconds per second, averaged over about ``window_s``."""
+        return self._offered(now_s) / self.window_s

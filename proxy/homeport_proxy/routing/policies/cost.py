@@ -1,0 +1,81 @@
+"""Cost: the place where this request's tokens start soonest, recomputation charged at its price for everybody.
+
+For each place b, in seconds::
+
+    J(b) = wait(b) + P(b) + k * (P(b) - P_min) + tau * rho(b) + rtt(b) + transfer(b) + slowdown(b)
+
+- ``wait(b)``: prefill left on the engine plus the held requests that go first (late binding's order).
+- ``P(b) = T0 + u / R * (1 + (c + u / 2) / A)`` for u uncached after c cached tokens; c is the index's figure
+  discounted by its confidence.
+- ``k = k0 + k1 * rho / (1 - rho)``: shadow price of seconds computed twice, rising with the cluster's load.
+- ``tau * rho(b)``: the place's own offered load, so that sessions start where there is room to grow
+  (``tau_first_s`` for a session's first request, ``tau_later_s`` after).
+- ``slowdown(b)``: what joining the decode batch costs this request and its neighbours.
+- On a decode place with separate prefill: prefill by the cheapest prefill place plus the transfer of what the decode
+  place lacks, or by the decode place itself when little is uncached (see ``disaggregate``).
+
+The home is kept when it costs at most ``home_margin_s`` more than the best. Ties go by rendezvous hash.
+
+Knobs: ``k0``, ``k1``, ``tau_first_s``, ``tau_later_s``, ``load_window_s``, ``home_margin_s``.
+
+Rejected: a balance-first rule with cache as a bonus (loses the cache on agentic traffic: hit 0.34 to 0.72 where 0.94
+is possible); a global imbalance switch (one hot place makes everybody lose locality); a fixed penalty in tokens
+(right at one load only).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from homeport_proxy.routing.cost import cluster_rho, decode_slowdown_s, prefill_s, queue_wait_s, shadow_factor
+from homeport_proxy.routing.disaggregate import prefill_plan
+from homeport_proxy.routing.policies.choice import Choice, best
+from homeport_proxy.routing.views import Cost, PlaceView, RequestView, RoutingSettings
+
+TIE_S = 1e-3
+
+
+def choose(
+    request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+) -> Choice:
+    """The place of the lowest cost; ``places`` may include prefill places, which only serve decode places' prefills."""
+    prefills = [place for place in places if place.role == "prefill"]
+    hosts = [place for place in places if place.role != "prefill"]
+    rho = cluster_rho([place for place in places if place.role != "decode"] or hosts)
+    k = shadow_factor(settings, rho)
+    known = any(place.home for place in hosts)
+    tau_s = settings.tau_later_s if known else settings.tau_first_s
+    prompt, output = request.prompt_tokens, request.expected_output_tokens
+
+    parts: list[tuple[PlaceView, float, float, float, float, int]] = []
+    for place in hosts:
+        cached = place.expected_cached_tokens
+        if place.role == "decode" and prefills:
+            plan = prefill_plan(request, place, prefills, now_s, settings)
+            parts.append((place, plan.wait_s, plan.work_s, plan.transfer_s, plan.rho, plan.cached_tokens))
+            continue
+        work_s = prefill_s(place.rates, prompt - cached, cached)
+        wait_s = place.wait_s + queue_wait_s(place.queued, work_s, now_s, settings) if place.queued else place.wait_s
+        parts.append((place, wait_s, work_s, 0.0, place.rho, cached))
+    least_s = min(work_s for _, _, work_s, _, _, _ in parts)
+
+    costs: dict[str, Cost] = {}
+    scored: list[tuple[float, PlaceView]] = []
+    home: tuple[float, PlaceView] | None = None
+    for place, wait_s, work_s, transfer_s, own_rho, cached in parts:
+        shadow_s = k * (work_s - least_s)
+        load_s = tau_s * own_rho
+        slow_s = decode_slowdown_s(place, prompt, output)
+        total_s = wait_s + work_s + shadow_s + load_s + transfer_s + slow_s + place.rates.rtt_s
+        costs[place.name] = Cost(
+            total_s, wait_s, work_s, shadow_s, load_s, transfer_s, slow_s, place.rates.rtt_s, cached
+        )
+        scored.append((total_s, place))
+        if place.home:
+            home = (total_s, place)
+    chosen = best(request.session, scored, TIE_S)
+    margin_s = settings.move_margin_s if request.kind == "side" else settings.home_margin_s
+    if home is not None and home[0] <= costs[chosen.name].total_s + margin_s:
+        chosen = home[1]
+    return Choice(chosen, costs)

@@ -1,0 +1,131 @@
+"""The session book: homes, use, think time, expiry; bounded in number."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+_THINK_SHARE = 0.3
+_THINK_MULTIPLE = 20.0
+_SHORTEST_TTL_S = 300.0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What the router remembers of one session; tokens and seconds."""
+
+    name: str
+    born_s: float
+    home: str | None = None
+    last_place: str | None = None
+    requests: int = 0
+    open_requests: int = 0
+    prompt_tokens: int = 0
+    context_tokens: int = 0
+    output_tokens: float = 0.0
+    last_used_s: float = 0.0
+    think_s: float | None = None
+    dearer_times: int = 0
+    moves: int = 0
+    ended: bool = False
+
+
+class SessionTable:
+    """Sessions by digest, least recently used first; an open request keeps its session."""
+
+    def __init__(self, idle_ttl_s: float, max_sessions: int) -> None:
+        self._idle_ttl_s = idle_ttl_s
+        self._max_sessions = max_sessions
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self.at_home: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, name: str) -> Session | None:
+        """The session, or None when unknown."""
+        return self._sessions.get(name)
+
+    def open(self, name: str, now_s: float) -> Session:
+        """The session a request belongs to, made when new; renews nothing by itself."""
+        session = self._sessions.get(name)
+        if session is None:
+            self._expire(now_s)
+            session = self._sessions[name] = Session(name, now_s, last_used_s=now_s)
+        return session
+
+    def used(self, session: Session, now_s: float) -> None:
+        """A main request of the session begins: learn its think time, renew it."""
+        if session.requests and not session.open_requests:
+            gap_s = max(0.0, now_s - session.last_used_s)
+            known_s = session.think_s
+            session.think_s = gap_s if known_s is None else known_s + _THINK_SHARE * (gap_s - known_s)
+        session.requests += 1
+        session.last_used_s = now_s
+        if session.name in self._sessions:
+            self._sessions.move_to_end(session.name)
+
+    def settle(self, session: Session, home: str | None) -> None:
+        """The session's home is ``home`` from now on."""
+        if session.home == home:
+            return
+        if session.home is not None:
+            self._count(session.home, -1)
+        if home is not None:
+            self._count(home, 1)
+        session.home = home
+        session.dearer_times = 0
+
+    def finish(self, name: str) -> bool:
+        """The session ended: forget it once its open requests are done; False when unknown."""
+        session = self._sessions.get(name)
+        if session is None:
+            return False
+        session.ended = True
+        if not session.open_requests:
+            self._drop(session)
+        return True
+
+    def release(self, session: Session, now_s: float) -> None:
+        """One of its requests is done."""
+        session.open_requests -= 1
+        session.last_used_s = max(session.last_used_s, now_s)
+        if session.open_requests <= 0 and session.ended and self._sessions.get(session.name) is session:
+            self._drop(session)
+
+    def ttl_s(self, session: Session) -> float:
+        """Seconds of idleness after which the session is taken to be over: many of its own think times."""
+        if session.think_s is None:
+            return self._idle_ttl_s
+        return min(self._idle_ttl_s, max(_SHORTEST_TTL_S, _THINK_MULTIPLE * session.think_s))
+
+    def expire(self, now_s: float) -> int:
+        """Drop what is over; returns how many sessions went. Cheap: looks at the least recently used ones only."""
+        before = len(self._sessions)
+        self._expire(now_s)
+        return before - len(self._sessions)
+
+    def _expire(self, now_s: float) -> None:
+        for _ in range(4):
+            session = next(iter(self._sessions.values()), None)
+            if session is None:
+                return
+            over = now_s - session.last_used_s > self.ttl_s(session)
+            if not over and len(self._sessions) < self._max_sessions:
+                return
+            if session.open_requests:
+                self._sessions.move_to_end(session.name)
+                continue
+            self._drop(session)
+
+    def _drop(self, session: Session) -> None:
+        del self._sessions[session.name]
+        if session.home is not None:
+            self._count(session.home, -1)
+
+    def _count(self, place: str, by: int) -> None:
+        left = self.at_home.get(place, 0) + by
+        if left > 0:
+            self.at_home[place] = left
+        else:
+            self.at_home.pop(place, None)
