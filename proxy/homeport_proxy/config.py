@@ -343,11 +343,18 @@ class Disaggregation(Section):
 
 
 class Health(Section):
-    """Active probes: their period, their patience, and the failures in a row that mean down."""
+    """Active probes: their period, their patience, and the failures in a row that mean down.
+
+    ``slow_start_s``: how long a recovered backend takes to get its full share. ``panic_threshold``: when fewer than
+    this share of a kind would be left, open breakers are ignored. ``max_cool_s``: the longest ``retry-after`` heeded.
+    """
 
     interval_s: PositiveFloat = 1.0
     timeout_s: PositiveFloat = 5.0
     fail_after: PositiveInt = 2
+    slow_start_s: PositiveFloat = 10.0
+    panic_threshold: Annotated[float, Field(ge=0, le=1)] = 0.2
+    max_cool_s: PositiveFloat = 300.0
 
 
 class Price(Section):
