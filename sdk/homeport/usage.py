@@ -441,7 +441,17 @@ def _normalise(raw: _Raw, counting: Counting | None) -> Usage:
     if dialect.zero_is_unknown:
         cached, written = cached or None, written or None
     total = _total(_first_sum(raw, dialect.total), cached, written, counting or dialect.counting)
-    return Usage(total, cached, written, _first_sum(raw, dialect.output), by_ttl)
+    return Usage(total, cached, written, _output(raw, dialect), by_ttl)
+
+
+def _output(raw: _Raw, dialect: _Dialect) -> int | None:
+    """Output tokens; a report without them (embeddings) still says them as total - prompt."""
+    output, total, prompt = (
+        _first_sum(raw, dialect.output),
+        _count(raw.get("total_tokens")),
+        _count(raw.get("prompt_tokens")),
+    )
+    return total - prompt if output is None and total is not None and prompt is not None and total >= prompt else output
 
 
 def _total(reported: int | None, cached: int | None, written: int | None, counting: Counting) -> int | None:
