@@ -17,7 +17,7 @@ from homeport_proxy.routing.views import Decision, Kind, PrefixKeys
 if TYPE_CHECKING:
     from multidict import CIMultiDictProxy
 
-    from homeport_proxy.routing.router import Outcome, Ticket
+    from homeport_proxy.routing.views import Outcome, Ticket
 
 ApiName = Literal[
     "chat", "completions", "responses", "messages", "count_tokens", "embeddings", "tokenize", "models", "other"
@@ -117,6 +117,7 @@ class Exchange:
 
     # locate
     region: str = ""
+    region_reason: str | None = None
     peer_region: bool = False
     hops: int = 0
 

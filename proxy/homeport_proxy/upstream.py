@@ -32,7 +32,7 @@ class UpstreamError(Exception):
         self.timed_out = timed_out
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Head:
     """The start of an engine's answer; header names in lower case, in the order they came."""
 

@@ -1,0 +1,123 @@
+"""What the data plane must know of a client API: where a stream's first token is, how it ends, how its usage reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from homeport_proxy.exchange import ApiName
+from homeport_proxy.splice import edit, edit_at, raw_members
+from homeport_proxy.sse import data_of, event_of
+
+INTERNAL_MEMBERS = frozenset(
+    {
+        "kv_transfer_params",
+        "disaggregated_params",
+        "ec_transfer_params",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+    }
+)
+"""Engines' own members: never taken from a client, never shown to one."""
+
+INTERNAL_MARKS = (b"kv_transfer_params", b"disaggregated_params", b"ec_transfer_params", b"bootstrap_")
+
+
+def is_internal(member: str) -> bool:
+    """Whether a body member is the engines' own."""
+    return member in INTERNAL_MEMBERS or member.startswith("bootstrap_")
+
+
+def holds_internal(body: bytes) -> bool:
+    """Whether the bytes may hold an engine's own member (a quick look before a careful one)."""
+    return any(mark in body for mark in INTERNAL_MARKS)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientApi:
+    """One API. ``has_token(event, data)`` says whether an SSE frame carries generated output (the stream's end
+    counts); ``ends(event, data)`` whether it is the frame that ends the stream; ``fix_usage(data, cached)`` puts the
+    true cached tokens into a JSON document or frame that carries usage (None: not known, so none is claimed)."""
+
+    name: ApiName
+    generates: bool
+    has_token: Callable[[bytes, bytes], bool]
+    ends: Callable[[bytes, bytes], bool]
+    fix_usage: Callable[[bytes, int | None], bytes]
+    usage_in_stream_options: bool = False
+    """Streams report usage only when ``stream_options.include_usage`` asks for it."""
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """A JSON object, or an empty one when the bytes are something else (never raises)."""
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def frame_parts(frame: bytes) -> tuple[bytes, bytes]:
+    """(event, data) of an SSE frame."""
+    return event_of(frame), data_of(frame)
+
+
+def without_internal(document: bytes) -> bytes:
+    """A JSON object without the engines' own members; any other bytes as they are."""
+    try:
+        raws = raw_members(document)
+    except ValueError:
+        return document
+    drop = [name for name in raws if is_internal(name)]
+    return edit(document, {}, drop, raws) if drop else document
+
+
+def fix_inclusive(
+    data: bytes, cached: int | None, path: tuple[str, ...], details: str = "prompt_tokens_details"
+) -> bytes:
+    """OpenAI's counting: cached tokens are a part of the prompt tokens and stand in ``details``."""
+    usage = _at(data, path)
+    if usage is None:
+        return data
+    known = usage.get(details)
+    if isinstance(known, Mapping):
+        if known.get("cached_tokens") == cached:
+            return data
+        return edit_at(data, (*path, details), {"cached_tokens": cached})
+    return data if cached is None else edit_at(data, path, {details: {"cached_tokens": cached}})
+
+
+def fix_additive(data: bytes, cached: int | None, path: tuple[str, ...]) -> bytes:
+    """Anthropic's counting: ``input_tokens`` leaves out what was read from the cache, so the sum stays the prompt."""
+    usage = _at(data, path)
+    if usage is None or not isinstance(usage.get("input_tokens"), int):
+        return data
+    read = usage.get("cache_read_input_tokens") or 0
+    prompt = usage["input_tokens"] + read
+    if cached is None:
+        return edit_at(data, path, {"input_tokens": prompt}, {"cache_read_input_tokens"}) if read else data
+    cached = min(cached, prompt)
+    if read == cached and "cache_read_input_tokens" in usage:
+        return data
+    return edit_at(data, path, {"input_tokens": prompt - cached, "cache_read_input_tokens": cached})
+
+
+def _at(data: bytes, path: tuple[str, ...]) -> Mapping[str, Any] | None:
+    node: Any = parse(data)
+    for name in path:
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else None
+
+
+def never(event: bytes, data: bytes) -> bool:
+    """For APIs without a stream of their own."""
+    return False
+
+
+def unchanged(data: bytes, cached: int | None) -> bytes:
+    """For APIs whose usage holds no cached tokens."""
+    return data

@@ -1,0 +1,31 @@
+"""OpenAI's chat completions."""
+
+from __future__ import annotations
+
+from homeport_proxy.api.base import ClientApi, fix_inclusive, parse
+
+_SPEAKS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
+
+
+def has_token(event: bytes, data: bytes) -> bool:
+    """A delta with content; the first one, which only names the role, is no token."""
+    if data == b"[DONE]":
+        return True
+    for choice in parse(data).get("choices") or ():
+        delta = choice.get("delta") or {}
+        if choice.get("finish_reason") or any(delta.get(part) for part in _SPEAKS):
+            return True
+    return False
+
+
+def ends(event: bytes, data: bytes) -> bool:
+    """Only ``[DONE]`` ends the stream."""
+    return data == b"[DONE]"
+
+
+def fix_usage(data: bytes, cached: int | None) -> bytes:
+    """True cached tokens in ``usage.prompt_tokens_details``."""
+    return fix_inclusive(data, cached, ("usage",))
+
+
+CHAT = ClientApi("chat", True, has_token, ends, fix_usage, usage_in_stream_options=True)

@@ -1,0 +1,16 @@
+"""APIs that generate nothing: embeddings, tokenize, count_tokens, and whatever else lies under ``/v1/``."""
+
+from __future__ import annotations
+
+from homeport_proxy.api.base import ClientApi, never, unchanged
+from homeport_proxy.exchange import ApiName
+
+
+def _plain(name: ApiName) -> ClientApi:
+    return ClientApi(name, False, never, never, unchanged)
+
+
+EMBEDDINGS = _plain("embeddings")
+TOKENIZE = _plain("tokenize")
+COUNT_TOKENS = _plain("count_tokens")
+OTHER = _plain("other")

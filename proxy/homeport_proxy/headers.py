@@ -1,0 +1,149 @@
+"""Headers by deny-list, both ways, and the ones that Homeport adds to an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from homeport_proxy.exchange import Exchange, State
+from homeport_proxy.upstream import Head, RawHeaders
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# the proxy speaks for itself in these: framing, the address, one body already read and decompressed, ids per attempt
+_REQUEST_DENY = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"content-encoding",
+    b"expect",
+    b"accept-encoding",
+    b"x-request-id",
+    b"x-data-parallel-rank",
+    b"http2-settings",
+}
+_RESPONSE_DENY = HOP_BY_HOP | {b"content-length", b"x-request-id", b"request-id", b"endpoint-load-metrics"}
+CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def usable_request_id(given: str | None) -> bool:
+    """Whether a client's ``x-request-id`` may be kept: short, plain, and without the ``___`` that some connectors
+    parse out of an id."""
+    return given is not None and _REQUEST_ID.fullmatch(given) is not None and "___" not in given
+
+
+def to_engine(
+    client: RawHeaders, put: Mapping[str, str], *, drop_credentials: bool, hops_to_peer: bool = False
+) -> list[tuple[bytes, bytes]]:
+    """The client's headers as an engine gets them: all but the denied, then ``put`` (which replaces).
+
+    ``hops_to_peer`` keeps ``x-homeport-*`` of clients' own vocabulary (kind, final): a peer proxy understands them.
+    """
+    deny = _REQUEST_DENY | {name.lower().encode() for name in put} | _named_in_connection(client)
+    if drop_credentials:
+        deny |= CREDENTIALS
+    kept = [
+        (name, value)
+        for name, value in client
+        if (lower := name.lower()) not in deny
+        and (not lower.startswith(b"x-homeport-") or (hops_to_peer and lower != b"x-homeport-hops"))
+    ]
+    kept += [(name.encode(), value.encode("latin-1")) for name, value in put.items()]
+    return kept
+
+
+def _named_in_connection(headers: RawHeaders) -> set[bytes]:
+    named: set[bytes] = set()
+    for name, value in headers:
+        if name.lower() == b"connection":
+            named |= {part.strip().lower() for part in value.split(b",")}
+    return named
+
+
+def request_head(method: str, target: str, host: bytes, headers: Iterable[tuple[bytes, bytes]], length: int) -> bytes:
+    """A request's first line and headers as bytes; ``length`` is the body's (left out for a body-less GET)."""
+    lines = [b"%s %s HTTP/1.1\r\nhost: %s\r\n" % (method.encode(), target.encode(), host)]
+    lines += [b"%s: %s\r\n" % (name, value) for name, value in headers]
+    if length or method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
+        lines.append(b"content-length: %d\r\n" % length)
+    lines.append(b"accept-encoding: identity\r\n\r\n")
+    return b"".join(lines)
+
+
+def to_client(
+    head: Head, added: Mapping[str, str], *, stream: bool, from_peer: bool = False
+) -> list[tuple[bytes, bytes]]:
+    """An engine's headers as the client gets them, then ours. A peer proxy's ``x-homeport-*`` stay unless we say it."""
+    deny = _RESPONSE_DENY | {name.encode() for name in added} | _named_in_connection(head.headers)
+    kept = [
+        (name, value)
+        for name, value in head.headers
+        if name not in deny and (from_peer or not name.startswith(b"x-homeport-"))
+    ]
+    if stream:
+        names = {name for name, _ in kept}
+        # without these a reverse proxy in front may hold the stream back
+        if b"cache-control" not in names:
+            kept.append((b"cache-control", b"no-cache"))
+        if b"x-accel-buffering" not in names:
+            kept.append((b"x-accel-buffering", b"no"))
+    kept += [(name.encode(), value.encode("latin-1", "replace")) for name, value in added.items()]
+    return kept
+
+
+def of_exchange(exchange: Exchange, *, cache: str | None = None) -> dict[str, str]:
+    """What Homeport tells about an answer; figures that are not known are left out."""
+    added = {"x-homeport-request-id": exchange.request_id, "x-request-id": exchange.request_id}
+    if exchange.api in ("messages", "count_tokens"):
+        added["request-id"] = exchange.request_id
+    if exchange.session:
+        added["x-homeport-session"] = exchange.session
+    if exchange.peer_region:
+        added["x-homeport-decision"] = "peer"
+        added["x-homeport-reason"] = exchange.region_reason or f"served in region {exchange.region}"
+        added["server-timing"] = server_timing(exchange)
+        return added
+    if exchange.region:
+        added["x-homeport-region"] = exchange.region
+    serving = exchange.serving
+    if serving is not None:
+        added["x-homeport-backend"] = serving.place
+    prefill = exchange.prefilled_by
+    if prefill is not None:
+        added["x-homeport-prefill-backend"] = prefill
+    decision = exchange.decision
+    if decision is not None:
+        added["x-homeport-decision"] = decision.word.value
+        added["x-homeport-reason"] = _plain(decision.reason)
+        if decision.expected_cached_tokens is not None:
+            added["x-homeport-expected-cached-tokens"] = str(decision.expected_cached_tokens)
+    if cache is not None:
+        added["x-homeport-cache"] = cache
+    added["server-timing"] = server_timing(exchange)
+    return added
+
+
+def server_timing(exchange: Exchange) -> str:
+    """Queue, decide, prefill leg and first token in milliseconds, those that have happened."""
+    parts = [f"queue;dur={exchange.queued_s * 1e3:.1f}", f"decide;dur={exchange.decide_s * 1e3:.2f}"]
+    if exchange.prefill_s is not None:
+        parts.append(f"prefill;dur={exchange.prefill_s * 1e3:.1f}")
+    serving = exchange.serving
+    if exchange.first_token_s is not None and serving is not None and serving.state >= State.FIRST_TOKEN:
+        parts.append(f"first-token;dur={(exchange.first_token_s - exchange.arrived_s) * 1e3:.1f}")
+    return ", ".join(parts)
+
+
+def _plain(text: str) -> str:
+    return text.replace("\r", " ").replace("\n", " ")

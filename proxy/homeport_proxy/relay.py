@@ -1,0 +1,348 @@
+"""Bytes from an engine to the client: as they come, framed by frames, changed only where they must be.
+
+A :class:`Relay` is the receiver of one answer. It decides from the head what kind of answer it is: a stream of SSE
+frames, a JSON document that is read whole (its first byte is its last), raw bytes, or a refusal that another engine
+may still better. Nothing reaches the client before the first body byte, so until then the request may be tried
+elsewhere. A frame is held only until it is complete, so a dying engine never leaves half a frame with the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from homeport.usage import UsageMeter
+from homeport_proxy.api.base import ClientApi, frame_parts, holds_internal, is_internal, parse, without_internal
+from homeport_proxy.downstream import Downstream
+from homeport_proxy.errors import ProxyError, stream_frame, upstream_error, upstream_timeout
+from homeport_proxy.exchange import Exchange, LegRecord, State
+from homeport_proxy.splice import edit, edit_at
+from homeport_proxy.sse import Framer, with_data
+from homeport_proxy.upstream import Flow, Head, RawHeaders, UpstreamError
+
+DOCUMENT_CAP_BYTES = 64 * 1024 * 1024
+REFUSAL_CAP_BYTES = 1024 * 1024
+_MARKS = (b'"usage"', b"_transfer_params", b"disaggregated_params", b"bootstrap_")
+
+
+class Mode(Enum):
+    """What kind of answer this is."""
+
+    UNKNOWN = auto()
+    STREAM = auto()
+    DOCUMENT = auto()
+    RAW = auto()
+    REFUSAL = auto()
+
+
+@dataclass(slots=True)
+class Refused:
+    """An answer that was kept back: another engine may do better; else it is passed on as it is."""
+
+    head: Head
+    body: bytes
+
+
+@dataclass(slots=True)
+class Plan:
+    """How one answer is relayed.
+
+    ``headers(head, stream)`` gives the client's headers when the answer starts; ``refusals`` are the statuses that
+    are kept back; ``cached`` is asked for the prefill engine's cached tokens when ``fix_usage`` is set;
+    ``hide_usage`` takes out the usage chunk that the client did not ask for.
+    """
+
+    api: ClientApi
+    headers: Callable[[Head, bool], RawHeaders]
+    refusals: Collection[int] = ()
+    fix_usage: bool = False
+    cached: Callable[[], int | None] = lambda: None
+    hide_usage: bool = False
+    on_first_token: Callable[[], None] = lambda: None
+    on_gap: Callable[[float], None] | None = None
+
+
+class Relay:
+    """Receives one engine's answer for one client. Its end is in :attr:`result`, awaited by :meth:`finished`."""
+
+    def __init__(self, exchange: Exchange, leg: LegRecord, downstream: Downstream, plan: Plan) -> None:
+        self._exchange = exchange
+        self._leg = leg
+        self._down = downstream
+        self._plan = plan
+        self._loop = asyncio.get_running_loop()
+        self._wake: asyncio.Future[None] | None = None
+        self._flow: Flow | None = None
+        self._held = False
+        self._mode = Mode.UNKNOWN
+        self._head: Head | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._framer = Framer()
+        self._inflate: zlib._Decompress | None = None
+        self._last = b""
+        self._last_s = 0.0
+        self.meter = UsageMeter()
+        self.result: Refused | UpstreamError | None = None
+        self.done = False
+
+    @property
+    def token_seen(self) -> bool:
+        """Whether generated output has come."""
+        return self._leg.state >= State.FIRST_TOKEN
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the engine answers with SSE."""
+        return self._mode is Mode.STREAM
+
+    @property
+    def waiting_for_client(self) -> bool:
+        """Whether the engine is held because the client reads slowly."""
+        return self._held
+
+    # Receiver
+
+    def on_head(self, head: Head, flow: Flow) -> None:
+        self._head, self._flow = head, flow
+        leg = self._leg
+        leg.status, leg.state, leg.headers_s = head.status, State.HEADERS, self._loop.time()
+        kind = (head.get(b"content-type") or b"").lower()
+        coding = (head.get(b"content-encoding") or b"").lower()
+        if coding in (b"gzip", b"deflate", b"x-gzip"):
+            # asked for identity and got this: read it here, else neither usage nor frames could be seen
+            self._inflate = zlib.decompressobj(wbits=47)
+            head.headers = [pair for pair in head.headers if pair[0] != b"content-encoding"]
+        plain = not coding or self._inflate is not None
+        if head.status in self._plan.refusals:
+            self._mode = Mode.REFUSAL
+        elif plain and kind.startswith(b"text/event-stream") and not self._down.bodyless:
+            self._mode = Mode.STREAM
+        elif plain and b"json" in kind and not self._down.bodyless and self._plan.api.name != "other":
+            self._mode = Mode.DOCUMENT
+        else:
+            self._mode = Mode.RAW
+
+    def on_data(self, data: bytes) -> None:
+        if self._inflate is not None:
+            try:
+                data = self._inflate.decompress(data)
+            except zlib.error:
+                self.on_fault(UpstreamError("the engine's compressed answer is damaged", sent=True, answered=True))
+                return
+        if not data or self.done:
+            return
+        if self._mode is Mode.STREAM:
+            self._on_stream(data)
+        elif self._mode is Mode.RAW:
+            if not self._down.started:
+                self._start(self._declared_length())
+            self._write(data)
+        else:
+            self._collect(data)
+
+    def on_end(self) -> None:
+        if self.done:
+            return
+        if self._mode is Mode.REFUSAL:
+            assert self._head is not None
+            self._settle(Refused(self._head, b"".join(self._parts)))
+            return
+        if self._mode is Mode.DOCUMENT:
+            self._send_document()
+        elif self._mode is Mode.STREAM:
+            if self._truncated():
+                self.on_fault(UpstreamError("the engine's stream ended without its end", sent=True, answered=True))
+                return
+            self._write(self._framer.flush())
+        if not self._down.started:
+            self._start(0)
+        self._down.end()
+        self._leg.state = State.DONE
+        self._settle(None)
+
+    def on_fault(self, fault: UpstreamError) -> None:
+        if self.done:
+            return
+        self._leg.error = str(fault)
+        if self._down.started:
+            self._break(fault)
+        self._settle(fault)
+
+    # the end
+
+    async def finished(self) -> Refused | UpstreamError | None:
+        """Wait for the end; None when the client has a whole answer. Holds the engine while the client is slow."""
+        while not self.done:
+            self._wake = self._loop.create_future()
+            await self._wake
+            if self._held and not self.done:
+                await self._down.drained()
+                self._held = False
+                if self._flow is not None:
+                    self._flow.resume()
+        return self.result
+
+    def _settle(self, result: Refused | UpstreamError | None) -> None:
+        self.done = True
+        self.result = result
+        self._leg.ended_s = self._loop.time()
+        self._rouse()
+
+    def _rouse(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _break(self, fault: UpstreamError) -> None:
+        """The engine failed after the client got something."""
+        if self._mode is not Mode.STREAM:
+            self._down.break_off()
+            return
+        error = broken_stream(fault)
+        self._exchange.error = error.code
+        half = b"\n\n" if self._framer.oversized else b""
+        self._framer.flush()
+        self._down.write(half + stream_frame(error, self._plan.api.name, self._exchange.request_id))
+        self._down.end()
+
+    # streams
+
+    def _on_stream(self, data: bytes) -> None:
+        now_s = self._loop.time()
+        exchange = self._exchange
+        if self.token_seen:
+            exchange.chunks += 1
+            if self._plan.on_gap is not None:
+                self._plan.on_gap(now_s - self._last_s)
+            self._last_s = exchange.last_token_s = now_s
+        whole = self.token_seen and not self._framer.pending and data.endswith(b"\n\n")
+        if whole and not self._framer.oversized and not any(mark in data for mark in _MARKS):
+            self._last = data
+            out = data
+        else:
+            out = b"".join([self._frame(frame) if whole else frame for frame, whole in self._framer.feed(data)])
+        if out or self._down.started:
+            if not self._down.started:
+                self._start(None)
+            self._write(out)
+
+    def _frame(self, frame: bytes) -> bytes:
+        self._last = frame
+        if self.token_seen and not any(mark in frame for mark in _MARKS):
+            return frame
+        event, data = frame_parts(frame)
+        try:
+            if not self.token_seen and data and self._plan.api.has_token(event, data):
+                self._first_token()
+            fixed = self._fix(data)
+        except (ValueError, TypeError, AttributeError, KeyError):
+            return frame  # not the shape this API promises: nothing of ours to change in it
+        if fixed is None:
+            return b""
+        return frame if fixed is data else with_data(frame, fixed)
+
+    def _fix(self, data: bytes) -> bytes | None:
+        """One frame's data as the client gets it; None when the frame is not for it."""
+        plan = self._plan
+        fixed = data
+        if b'"usage"' in data:
+            if plan.fix_usage:
+                fixed = plan.api.fix_usage(fixed, plan.cached())
+            if self.meter.feed(fixed) and plan.hide_usage:
+                if not parse(fixed).get("choices"):
+                    return None
+                fixed = edit(fixed, {}, ("usage",))
+        if holds_internal(fixed):
+            fixed = _strip(fixed)
+        return fixed
+
+    def _first_token(self) -> None:
+        now_s = self._loop.time()
+        self._leg.state = State.FIRST_TOKEN
+        self._leg.first_token_s = self._exchange.first_token_s = self._exchange.last_token_s = self._last_s = now_s
+        self._plan.on_first_token()
+
+    def _truncated(self) -> bool:
+        """A stream that only its closed connection ended must show its own end; others say so by their framing."""
+        head = self._head
+        if head is None or head.get(b"content-length") or head.get(b"transfer-encoding"):
+            return False
+        frames = Framer().feed(self._last + self._framer.flush() + b"\n\n")
+        return self._plan.api.generates and not any(self._plan.api.ends(*frame_parts(frame)) for frame, _ in frames)
+
+    # documents
+
+    def _collect(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        if self._mode is Mode.REFUSAL and self._size > REFUSAL_CAP_BYTES:
+            self._parts = [b"".join(self._parts)[:REFUSAL_CAP_BYTES]]
+        elif self._mode is Mode.DOCUMENT and self._size > DOCUMENT_CAP_BYTES:
+            self._mode = Mode.RAW
+            self._start(self._declared_length())
+            self._write(b"".join(self._parts))
+            self._parts = []
+
+    def _send_document(self) -> None:
+        head = self._head
+        assert head is not None
+        body = b"".join(self._parts)
+        if head.status < 400 and self._plan.api.generates:
+            self._first_token()
+        if head.status < 400:
+            try:
+                if self._plan.fix_usage:
+                    body = self._plan.api.fix_usage(body, self._plan.cached())
+                if holds_internal(body):
+                    body = _strip(body)
+            except (ValueError, TypeError, AttributeError, KeyError):
+                pass  # not the shape this API promises: it passes as it is
+            self.meter.feed(body)
+        self._start(len(body))
+        self._write(body)
+
+    def _declared_length(self) -> int | None:
+        length = self._head.get(b"content-length") if self._head is not None else None
+        return int(length) if length is not None and length.isdigit() and self._inflate is None else None
+
+    # writing
+
+    def _start(self, length: int | None) -> None:
+        head = self._head
+        assert head is not None
+        self._exchange.status = head.status
+        self._exchange.headers_sent_s = self._loop.time()
+        headers = self._plan.headers(head, self._mode is Mode.STREAM)
+        if self._down.bodyless and length == 0:
+            length = self._declared_length()
+        self._down.start(head.status, head.reason, headers, length)
+
+    def _write(self, data: bytes) -> None:
+        self._down.write(data)
+        if self._down.paused and not self._held:
+            self._held = True
+            if self._flow is not None:
+                self._flow.pause()
+            self._rouse()
+
+
+def _strip(document: bytes) -> bytes:
+    """Without the engines' own members, at the top and inside ``response`` or ``message``."""
+    document = without_internal(document)
+    if not holds_internal(document):
+        return document
+    for part in ("response", "message"):
+        inner = parse(document).get(part)
+        if isinstance(inner, dict):
+            document = edit_at(document, (part,), {}, [name for name in inner if is_internal(name)])
+    return document
+
+
+def broken_stream(fault: UpstreamError) -> ProxyError:
+    """What a client is told when its stream breaks in the middle."""
+    if fault.timed_out:
+        return upstream_timeout(f"The engine fell silent: {fault}.")
+    return upstream_error(f"The stream broke: {fault}. What came so far is all there is.", may_be_generating=False)
