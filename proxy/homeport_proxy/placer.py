@@ -1,0 +1,190 @@
+"""The door to the routers: asks, waits while a request is held, wakes the routers when a decision is due."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from homeport_proxy.errors import overloaded
+from homeport_proxy.routing.router import Router
+from homeport_proxy.routing.views import Decision, NoPlaceError, Outcome, RequestView, SessionView, Ticket
+
+
+class Placer(Protocol):
+    """What the data plane asks of placement, in this process or over a worker's socket.
+
+    Every ticket from ``place`` must be given back by ``finished`` or ``cancel``; both may be called more than once.
+    """
+
+    async def place(self, region: str, request: RequestView) -> Ticket:
+        """A ticket with its decision made. Raises NoPlaceError, or ProxyError 503 when too many wait."""
+
+    async def again(self, ticket: Ticket, exclude: frozenset[str]) -> Decision | None: ...
+
+    async def without_prefill(self, ticket: Ticket, why: str) -> Decision: ...
+
+    def prefill_done(self, ticket: Ticket, cached_tokens: int | None) -> None: ...
+
+    def first_token(self, ticket: Ticket) -> None: ...
+
+    async def finished(
+        self,
+        ticket: Ticket,
+        *,
+        prompt_tokens: int | None,
+        cached_tokens: int | None,
+        output_tokens: int | None,
+        ok: bool,
+    ) -> Outcome: ...
+
+    def cancel(self, ticket: Ticket) -> None: ...
+
+    async def finish_session(self, session: str) -> bool: ...
+
+    async def session(self, session: str) -> SessionView | None: ...
+
+
+class LocalPlacer:
+    """Placement by routers of this process, one per region whose backends this proxy reaches itself.
+
+    ``max_waiting`` bounds the requests held; it is asked anew each time, so that a reload changes it.
+    """
+
+    def __init__(
+        self,
+        routers: Mapping[str, Router],
+        max_waiting: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._routers = routers
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._home: dict[Ticket, Router] = {}
+        self._waiting: dict[Ticket, asyncio.Future[None]] = {}
+        self._timers: dict[Router, asyncio.TimerHandle] = {}
+        self._pumping: set[Router] = set()
+
+    @property
+    def waiting(self) -> int:
+        """Requests held now."""
+        return len(self._waiting)
+
+    @property
+    def open_tickets(self) -> int:
+        """Tickets not yet given back."""
+        return len(self._home)
+
+    async def place(self, region: str, request: RequestView) -> Ticket:
+        router = self._routers.get(region)
+        if router is None:
+            raise NoPlaceError(f"region {region!r} has no backends here")
+        if len(self._waiting) >= self._max_waiting() > 0:
+            raise overloaded(f"{len(self._waiting)} requests wait for an engine already; try again shortly")
+        ticket = router.arrive(request, self._clock())
+        self._home[ticket] = router
+        self._pump(router)
+        try:
+            if ticket.decision is None and ticket.refused is None:
+                self._waiting[ticket] = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiting[ticket]
+                finally:
+                    del self._waiting[ticket]
+            if ticket.refused is not None:
+                raise NoPlaceError(ticket.refused)
+        except BaseException:
+            self.cancel(ticket)
+            raise
+        return ticket
+
+    async def again(self, ticket: Ticket, exclude: frozenset[str]) -> Decision | None:
+        router = self._home.get(ticket)
+        if router is None:
+            return None
+        decision = router.again(ticket, exclude, self._clock())
+        self._pump_soon(router)
+        return decision
+
+    async def without_prefill(self, ticket: Ticket, why: str) -> Decision:
+        router = self._home[ticket]
+        decision = router.without_prefill(ticket, self._clock(), why)
+        self._pump_soon(router)
+        return decision
+
+    def prefill_done(self, ticket: Ticket, cached_tokens: int | None) -> None:
+        if (router := self._home.get(ticket)) is not None:
+            router.prefill_done(ticket, self._clock(), cached_tokens)
+            self._pump_soon(router)
+
+    def first_token(self, ticket: Ticket) -> None:
+        if (router := self._home.get(ticket)) is not None:
+            router.first_token(ticket, self._clock())
+            self._pump_soon(router)
+
+    async def finished(
+        self,
+        ticket: Ticket,
+        *,
+        prompt_tokens: int | None,
+        cached_tokens: int | None,
+        output_tokens: int | None,
+        ok: bool,
+    ) -> Outcome:
+        router = self._home.pop(ticket, None)
+        if router is None:
+            return Outcome(prompt_tokens, cached_tokens)
+        outcome = router.finished(
+            ticket,
+            self._clock(),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            output_tokens=output_tokens,
+            ok=ok,
+        )
+        self._pump_soon(router)
+        return outcome
+
+    def cancel(self, ticket: Ticket) -> None:
+        if (router := self._home.pop(ticket, None)) is not None:
+            router.cancel(ticket, self._clock())
+            self._pump_soon(router)
+
+    async def finish_session(self, session: str) -> bool:
+        known = [router.finish_session(session, self._clock()) for router in self._routers.values()]
+        return True in known
+
+    async def session(self, session: str) -> SessionView | None:
+        found = [view for router in self._routers.values() if (view := router.session(session)) is not None]
+        return max(found, key=lambda view: view.last_used_s, default=None)
+
+    def wake(self) -> None:
+        """Something changed outside (a backend's state, the set of places): held requests may move now."""
+        for router in self._routers.values():
+            self._pump_soon(router)
+
+    def close(self) -> None:
+        """Stop the timers; held requests are the callers' to cancel."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _pump_soon(self, router: Router) -> None:
+        if router not in self._pumping:
+            self._pumping.add(router)
+            asyncio.get_running_loop().call_soon(self._pump, router)
+
+    def _pump(self, router: Router) -> None:
+        self._pumping.discard(router)
+        now_s = self._clock()
+        for ticket in router.due(now_s):
+            future = self._waiting.get(ticket)
+            if future is not None and not future.done():
+                future.set_result(None)
+        if (timer := self._timers.pop(router, None)) is not None:
+            timer.cancel()
+        due_s = router.next_due_s(now_s)
+        if due_s is not None:
+            delay_s = max(0.001, due_s - now_s)
+            self._timers[router] = asyncio.get_running_loop().call_later(delay_s, self._pump, router)
