@@ -55,7 +55,9 @@ def fleet(*options: str) -> Iterator[Fleet]:
 
 def show(place: Fleet) -> None:
     """Run the agent and let its table through."""
-    done = subprocess.run([sys.executable, str(AGENT), "--base-url", place.base_url, "--model", place.model], check=False)
+    done = subprocess.run(
+        [sys.executable, str(AGENT), "--base-url", place.base_url, "--model", place.model], check=False
+    )
     if done.returncode:
         raise DemoError(f"the agent failed (exit status {done.returncode})")
 
