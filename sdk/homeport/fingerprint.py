@@ -114,12 +114,25 @@ def text_blocks(api: Api, body: Mapping[str, JsonValue], block_chars: int = 512,
     return _blocks(text, block_chars, 0)
 
 
-def identity(api: Api, body: Mapping[str, JsonValue], family: str = "default") -> Identity:
-    """The conversation's head and message chain."""
+def identity(
+    api: Api,
+    body: Mapping[str, JsonValue],
+    family: str = "default",
+    *,
+    mask: Callable[[str], str] | None = None,
+    tools: bool = True,
+) -> Identity:
+    """The conversation's head and message chain. ``mask``: applied to system text, to take volatile text out.
+    ``tools=False``: tools do not count for the head, so that a tool that comes late makes no new conversation."""
     head = chained = _START
     chain: list[bytes] = []
     for source in _sources(api, body, resolve(family, api, body)):
-        encoded = _text(source, False).encode("utf-8", "surrogatepass")
+        if source.kind == "tool" and not tools:
+            continue
+        text = _text(source, False)
+        if mask is not None and source.kind == "system":
+            text = mask(text)
+        encoded = text.encode("utf-8", "surrogatepass")
         if source.kind in _HEAD_KINDS:
             # a block of tools that a family renders late belongs to no message
             head = _digest(head + encoded) if not chain else head
