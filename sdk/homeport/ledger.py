@@ -70,7 +70,7 @@ class Ledger:
         self.path = None if path is None else Path(path)
         self.dropped_rows = 0
         self.error: str | None = None
-        self._prices = prices
+        self.prices = prices
         self._max_rows, self._max_bytes, self._max_pending = max_rows, max_bytes, max_pending
         self._interval_s = flush_interval_s
         self._budgets = [Spending(budget) for budget in budgets]
@@ -110,7 +110,7 @@ class Ledger:
         """Price one request and add it; returns the line. ``provider`` or ``url`` says who served the model, see
         :meth:`PriceBook.price`; ``request_id`` None mints one; ``ts`` is in Unix seconds, None: now."""
         when = time.time() if ts is None else ts
-        cost = self._prices.cost(usage, model, provider=provider, url=url, at=when) if self._prices else None
+        cost = self.prices.cost(usage, model, provider=provider, url=url, at=when) if self.prices else None
         entry = Entry(
             request_id=request_id or uuid.uuid4().hex,
             model=model,

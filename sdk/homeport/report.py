@@ -1,0 +1,258 @@
+"""What a session's cache did: the share that was read, the money spent, saved and lost, and the cause of each loss."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import TypeAlias
+
+from homeport.breaks import HINTS, CacheBreak, Reason
+from homeport.ledger import Entry, Ledger
+from homeport.prices import PriceBook, loss_of
+from homeport.usage import Usage
+
+Json: TypeAlias = "str | int | float | list[Json] | dict[str, Json] | None"
+
+_KEPT_BREAKS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """All breaks of one cause: how many, tokens computed again, and what they cost; None: not known of any."""
+
+    cause: str
+    count: int = 0
+    lost_tokens: int | None = None
+    cost_usd: Decimal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BreakLine:
+    """One break: the turn it happened in (1 is the session's first request), its cause, tokens computed again and what
+    they cost (None: not known), where in the request body (JSON pointer, empty: nowhere or not kept), what to do."""
+
+    turn: int
+    cause: str
+    lost_tokens: int | None = None
+    cost_usd: Decimal | None = None
+    pointer: str = ""
+    hint: str = ""
+
+    def to_dict(self) -> dict[str, Json]:
+        """The fields as JSON values; dollars as decimal text."""
+        return {
+            "turn": self.turn,
+            "cause": self.cause,
+            "lost_tokens": self.lost_tokens,
+            "cost_usd": _decimal_text(self.cost_usd),
+            "pointer": self.pointer,
+            "hint": self.hint,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReport:
+    """One session's books. Sums are over the requests that know the figure and None when none does.
+
+    ``unreported_requests``: how many did not report their cached tokens; ``unpriced_requests``: how many have no known
+    price. ``saved_usd`` compares with no cache at all. ``losses``: by cause, the dearest first; ``breaks``: the newest
+    256, oldest first. ``str()`` is a table to read.
+    """
+
+    session: str
+    requests: int = 0
+    input_tokens: int | None = None
+    cached_tokens: int | None = None
+    measured_input_tokens: int | None = None
+    cache_write_tokens: int | None = None
+    output_tokens: int | None = None
+    cost_usd: Decimal | None = None
+    saved_usd: Decimal | None = None
+    unreported_requests: int = 0
+    unpriced_requests: int = 0
+    losses: tuple[Loss, ...] = ()
+    breaks: tuple[BreakLine, ...] = ()
+
+    @classmethod
+    def of(cls, ledger: Ledger, session: str, *, tenant: str | None = None) -> SessionReport:
+        """A session's report from the ledger's lines; losses are priced with the ledger's own price book."""
+        tally = SessionTally(session)
+        for entry in ledger.rows(session=session, tenant=tenant):
+            tally.add(entry, lost_usd=_lost_usd(entry, ledger.prices))
+        return tally.report()
+
+    @property
+    def cached_share(self) -> float | None:
+        """Cached / input tokens over the requests that report both, 0 to 1; None when none does."""
+        if not self.measured_input_tokens or self.cached_tokens is None:
+            return None
+        return self.cached_tokens / self.measured_input_tokens
+
+    @property
+    def lost_tokens(self) -> int | None:
+        """Tokens computed again through breaks; None when not known of any."""
+        return _sum(loss.lost_tokens for loss in self.losses)
+
+    @property
+    def lost_usd(self) -> Decimal | None:
+        """What the breaks cost, in US dollars; None when not known of any."""
+        return _sum_dollars(loss.cost_usd for loss in self.losses)
+
+    def to_dict(self) -> dict[str, Json]:
+        """Everything as JSON values; dollars as decimal text."""
+        losses: list[Json] = [
+            {
+                "cause": loss.cause,
+                "count": loss.count,
+                "lost_tokens": loss.lost_tokens,
+                "cost_usd": _decimal_text(loss.cost_usd),
+            }
+            for loss in self.losses
+        ]
+        breaks: list[Json] = [line.to_dict() for line in self.breaks]
+        return {
+            "session": self.session,
+            "requests": self.requests,
+            "input_tokens": self.input_tokens,
+            "cached_tokens": self.cached_tokens,
+            "measured_input_tokens": self.measured_input_tokens,
+            "cache_write_tokens": self.cache_write_tokens,
+            "output_tokens": self.output_tokens,
+            "cached_share": self.cached_share,
+            "cost_usd": _decimal_text(self.cost_usd),
+            "saved_usd": _decimal_text(self.saved_usd),
+            "lost_tokens": self.lost_tokens,
+            "lost_usd": _decimal_text(self.lost_usd),
+            "unreported_requests": self.unreported_requests,
+            "unpriced_requests": self.unpriced_requests,
+            "losses": losses,
+            "breaks": breaks,
+        }
+
+    def __str__(self) -> str:
+        share = "not reported" if self.cached_share is None else f"{self.cached_share:.1%}"
+        rows = [
+            ("requests", f"{self.requests:,}"),
+            ("input tokens", _number(self.input_tokens)),
+            ("  cached", f"{_number(self.cached_tokens)}  ({share})"),
+            ("output tokens", _number(self.output_tokens)),
+            ("spent", _money(self.cost_usd)),
+            ("saved by the cache", _money(self.saved_usd)),
+            ("lost to breaks", f"{_money(self.lost_usd)}  ({_number(self.lost_tokens)} tokens)"),
+        ]
+        if self.unreported_requests:
+            rows.append(("cache not reported by", f"{self.unreported_requests:,} requests"))
+        if self.unpriced_requests and self.cost_usd is not None:
+            rows.append(("price not known of", f"{self.unpriced_requests:,} requests"))
+        lines = [f"Session {self.session}", *(f"  {name:<22} {value}" for name, value in rows)]
+        lines += [
+            f"    {loss.count:>4} x {loss.cause:<22} {_number(loss.lost_tokens):>12} tokens  {_money(loss.cost_usd)}"
+            for loss in self.losses
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class SessionTally:
+    """Adds up a session as it goes, in bounded memory: sums, losses by cause, and the newest 256 breaks."""
+
+    session: str
+    _report: SessionReport = field(init=False)
+    _losses: dict[str, Loss] = field(init=False, default_factory=dict)
+    _breaks: deque[BreakLine] = field(init=False, default_factory=lambda: deque(maxlen=_KEPT_BREAKS))
+
+    def __post_init__(self) -> None:
+        self._report = SessionReport(self.session)
+
+    def add(self, entry: Entry, breaks: Sequence[CacheBreak] = (), *, lost_usd: Decimal | None = None) -> None:
+        """Count one request and the breaks found in it; without ``breaks``, the line's own cause counts, at
+        ``lost_usd``."""
+        before = self._report
+        measured = entry.input_tokens if entry.cached_tokens is not None else None
+        self._report = SessionReport(
+            session=self.session,
+            requests=before.requests + 1,
+            input_tokens=_sum((before.input_tokens, entry.input_tokens)),
+            cached_tokens=_sum((before.cached_tokens, entry.cached_tokens)),
+            measured_input_tokens=_sum((before.measured_input_tokens, measured)),
+            cache_write_tokens=_sum((before.cache_write_tokens, entry.cache_write_tokens)),
+            output_tokens=_sum((before.output_tokens, entry.output_tokens)),
+            cost_usd=_sum_dollars((before.cost_usd, entry.cost_usd)),
+            saved_usd=_sum_dollars((before.saved_usd, entry.saved_usd)),
+            unreported_requests=before.unreported_requests + (entry.cached_tokens is None),
+            unpriced_requests=before.unpriced_requests + (entry.cost_usd is None),
+        )
+        turn = self._report.requests
+        for one in breaks:
+            self._lose(BreakLine(turn, one.reason.value, one.lost_tokens, one.cost_usd, one.pointer, one.hint))
+        if not breaks and entry.cause:
+            self._lose(BreakLine(turn, entry.cause, entry.lost_tokens, lost_usd, hint=_hint(entry.cause)))
+
+    def report(self) -> SessionReport:
+        """The report so far."""
+        by_cost = sorted(
+            self._losses.values(), key=lambda loss: (-(loss.cost_usd or 0), -(loss.lost_tokens or 0), loss.cause)
+        )
+        totals = {name: getattr(self._report, name) for name in _SUMS}
+        return SessionReport(self.session, **totals, losses=tuple(by_cost), breaks=tuple(self._breaks))
+
+    def _lose(self, line: BreakLine) -> None:
+        self._breaks.append(line)
+        before = self._losses.get(line.cause, Loss(line.cause))
+        self._losses[line.cause] = Loss(
+            line.cause,
+            before.count + 1,
+            _sum((before.lost_tokens, line.lost_tokens)),
+            _sum_dollars((before.cost_usd, line.cost_usd)),
+        )
+
+
+def _lost_usd(entry: Entry, prices: PriceBook | None) -> Decimal | None:
+    # a line without a cost was served by somebody whose price nobody knows, whatever the model is called
+    if prices is None or entry.cost_usd is None or entry.lost_tokens is None:
+        return None
+    price = prices.price(entry.model, at=entry.ts)
+    usage = Usage(entry.input_tokens, entry.cached_tokens, entry.cache_write_tokens, entry.output_tokens)
+    return None if price is None else loss_of(entry.lost_tokens, price, usage)
+
+
+def _hint(cause: str) -> str:
+    return HINTS[Reason(cause)] if cause in Reason._value2member_map_ else ""
+
+
+_SUMS = (
+    "requests",
+    "input_tokens",
+    "cached_tokens",
+    "measured_input_tokens",
+    "cache_write_tokens",
+    "output_tokens",
+    "cost_usd",
+    "saved_usd",
+    "unreported_requests",
+    "unpriced_requests",
+)
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _sum_dollars(amounts: Iterable[Decimal | None]) -> Decimal | None:
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known, Decimal(0)) if known else None
+
+
+def _decimal_text(amount: Decimal | None) -> str | None:
+    return None if amount is None else format(amount, "f")
+
+
+def _number(count: int | None) -> str:
+    return "not reported" if count is None else f"{count:,}"
+
+
+def _money(amount: Decimal | None) -> str:
+    return "no price" if amount is None else f"${amount:,.4f}"
