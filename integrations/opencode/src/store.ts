@@ -1,0 +1,148 @@
+/** One JSON file per session: what was frozen, what was heard, and the books. It survives restarts and may be read by scripts. */
+
+import { mkdirSync, readFileSync, readdirSync, renameSync, rmSync, statSync, writeFileSync } from "node:fs"
+import { join } from "node:path"
+import { emptyBooks, type Books } from "./books.js"
+import type { Outline } from "./outline.js"
+import type { JsonObject } from "./prompt.js"
+import type { Heard } from "./warmth.js"
+
+/** A conversation under one model as its first message shows it; a compaction begins a new one. */
+export interface Frozen {
+  /** Digests of the first two messages; the second is null until there is one. */
+  head: [string, string | null]
+  environment: string
+  /** The block as the model was last told of it, by the first message or by a note. */
+  told: string
+  /** Sentences placed behind later user turns, by the turn's number; once sent they stay. */
+  notes: { turn: number; text: string }[]
+}
+
+/** Tools and system text as first sent for one agent under one model. */
+export interface Lane {
+  tools: JsonObject[]
+  system: string[]
+  outline: Outline
+  promptTokens: number | null
+}
+
+export interface SessionState {
+  version: 1
+  session: string
+  parent: string | null
+  root: string
+  agent: string
+  model: string
+  updatedAt: string
+  heard: Heard | null
+  backend: string | null
+  /** The model's context length, as OpenCode knows it. */
+  contextTokens: number | null
+  /** Prunes OpenCode made before this moment are let through. */
+  prunedUntilMs: number
+  frozen: Record<string, Frozen>
+  lanes: Record<string, Lane>
+  held: { late: string[]; gone: string[]; changed: string[] }
+  books: Books
+}
+
+/** What starts a file name must be a session id and nothing that leaves the folder. */
+const ID = /^[A-Za-z0-9_-]{1,128}$/
+
+export class Store {
+  readonly #folder: string
+  readonly #known = new Map<string, SessionState>()
+
+  constructor(
+    dataDir: string,
+    readonly maxSessions: number,
+  ) {
+    this.#folder = join(dataDir, "sessions")
+  }
+
+  /** The session's state: from memory, from its file, or new. */
+  open(session: string, nowMs: number): SessionState {
+    const known = this.#known.get(session) ?? this.#read(session) ?? fresh(session, nowMs)
+    this.#known.delete(session)
+    this.#known.set(session, known)
+    // memory is bounded like the folder: files hold the rest
+    for (const oldest of this.#known.keys()) {
+      if (this.#known.size <= Math.max(16, Math.min(this.maxSessions, 64))) break
+      this.#known.delete(oldest)
+    }
+    return known
+  }
+
+  /** Write the state so that a reader never sees half a file. */
+  save(state: SessionState, nowMs: number): void {
+    if (!ID.test(state.session)) return
+    state.updatedAt = new Date(nowMs).toISOString()
+    mkdirSync(this.#folder, { recursive: true, mode: 0o700 })
+    const path = this.#path(state.session)
+    const partial = `${path}.${process.pid}.tmp`
+    writeFileSync(partial, `${JSON.stringify(state)}\n`, { mode: 0o600 })
+    renameSync(partial, path)
+  }
+
+  /** The session and its sub-agents, by what lies in the folder. */
+  family(root: string): SessionState[] {
+    return this.all().filter((state) => state.root === root || state.session === root)
+  }
+
+  all(): SessionState[] {
+    return this.#files()
+      .map((name) => this.#read(name.slice(0, -".json".length)))
+      .filter((state) => state !== undefined)
+      .sort((a, b) => b.updatedAt.localeCompare(a.updatedAt))
+  }
+
+  /** Remove the oldest files beyond the limit. */
+  sweep(): void {
+    const aged = this.#files()
+      .map((name) => ({ name, at: statSync(join(this.#folder, name), { throwIfNoEntry: false })?.mtimeMs ?? 0 }))
+      .sort((a, b) => b.at - a.at)
+    for (const { name } of aged.slice(this.maxSessions)) rmSync(join(this.#folder, name), { force: true })
+  }
+
+  #files(): string[] {
+    try {
+      return readdirSync(this.#folder).filter((name) => name.endsWith(".json"))
+    } catch {
+      return [] // no folder yet: nothing was ever saved
+    }
+  }
+
+  #read(session: string): SessionState | undefined {
+    if (!ID.test(session)) return undefined
+    try {
+      const state = JSON.parse(readFileSync(this.#path(session), "utf8")) as SessionState
+      return state.version === 1 && state.session === session ? state : undefined
+    } catch {
+      return undefined // absent or damaged: begin anew rather than fail the request
+    }
+  }
+
+  #path(session: string): string {
+    return join(this.#folder, `${session}.json`)
+  }
+}
+
+function fresh(session: string, nowMs: number): SessionState {
+  return {
+    version: 1,
+    session,
+    parent: null,
+    root: session,
+    agent: "",
+    model: "",
+    updatedAt: new Date(nowMs).toISOString(),
+    heard: null,
+    backend: null,
+    contextTokens: null,
+    prunedUntilMs: nowMs,
+    frozen: {},
+    lanes: {},
+    held: { late: [], gone: [], changed: [] },
+    books: emptyBooks(),
+  }
+}

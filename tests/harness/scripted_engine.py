@@ -1,0 +1,403 @@
+"""An engine without a model: it plays named scripts over the chat, Responses and Messages APIs and keeps every request.
+
+A prompt that contains ``script:NAME`` is answered step by step from ``SCRIPTS[NAME]``; how far the script has come is
+read from the conversation itself (tool calls since the last such prompt), so that restarts, resumed sessions and
+sub-agents that run at once need no state here. Requests without tools (titles, summaries) get a short text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from os.path import commonprefix
+from typing import Any, Literal
+
+from aiohttp import web
+
+BLOCK_CHARS = 64
+"""Characters per cached block; four characters count as one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One answer of the model: a shell command, sub-agents with scripts of their own, a file to read, or plain text."""
+
+    kind: Literal["shell", "agents", "call", "say"]
+    text: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shell(command: str) -> Step:
+    """Run a shell command with whatever tool the harness offers for it."""
+    return Step("shell", command)
+
+
+def agents(*scripts: str) -> Step:
+    """Start one sub-agent per script, all in one answer."""
+    return Step("agents", " ".join(scripts))
+
+
+def call(tool: str, **arguments: Any) -> Step:
+    """Call a tool by its own name."""
+    return Step("call", tool, arguments)
+
+
+def say(text: str) -> Step:
+    """Answer with text."""
+    return Step("say", text)
+
+
+SCRIPTS: dict[str, tuple[Step, ...]] = {
+    "four": (shell("echo one"), shell("echo two"), shell("echo three"), say("All three are done.")),
+    "more": (shell("echo four"), say("Done again.")),
+    "long": (*(shell(f"seq 1 {120 + n}") for n in range(6)), say("Counted.")),
+    "child": (shell("echo child"), shell("echo child again"), say("The child is done.")),
+    "family": (agents("child"), shell("echo parent"), say("The family is done.")),
+    "eight": (agents(*["child"] * 8), shell("echo parent"), say("All eight are done.")),
+    "hello": (say("Hello."),),
+}
+
+_SHELLS = ("bash", "Bash", "exec_command", "shell", "run_shell_command", "shell_command", "local_shell")
+_AGENTS = ("task", "Task", "Agent", "agent", "spawn_agent")
+
+
+@dataclass(slots=True)
+class Seen:
+    """One request as it arrived, and what the books said about it."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    raw: bytes
+    prompt: str
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def tools(self) -> list[str]:
+        """Names of the tools offered, in their order."""
+        return [tool_name(tool) for tool in self.body.get("tools") or []]
+
+
+def tool_name(tool: Mapping[str, Any]) -> str:
+    """A tool's name in any of the three APIs."""
+    return str((tool.get("function") or tool).get("name") or tool.get("type"))
+
+
+def _texts(content: Any) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    parts = content if isinstance(content, list) else []
+    return [str(part.get("text") or "") for part in parts if isinstance(part, dict)]
+
+
+def render(body: Mapping[str, Any]) -> str:
+    """The prompt as a template would write it: system, tools, then messages; no ids, no cache marks."""
+    out: list[str] = []
+    system = body.get("system") or body.get("instructions")
+    if system:
+        out += ["<system>", *_texts(system)]
+    messages = list(body.get("messages") or [])
+    items = body.get("input")
+    messages += [{"role": "user", "content": items}] if isinstance(items, str) else list(items or [])
+    while messages and messages[0].get("role") in ("system", "developer"):
+        out += ["<system>", *_texts(messages.pop(0).get("content"))]
+    for tool in body.get("tools") or []:
+        spec = tool.get("function") or tool
+        out += ["<tool>", json.dumps({k: v for k, v in spec.items() if k != "cache_control"})]
+    for message in messages:
+        out += [f"<{message.get('role') or message.get('type')}>", *_message_texts(message)]
+    return "\n".join(out)
+
+
+def _message_texts(message: Mapping[str, Any]) -> list[str]:
+    out = list(_texts(message.get("content")))
+    if message.get("reasoning_content"):
+        out.insert(0, str(message["reasoning_content"]))
+    for tool_call in message.get("tool_calls") or []:
+        out.append(tool_call["function"]["name"] + tool_call["function"]["arguments"])
+    for part in message.get("content") if isinstance(message.get("content"), list) else []:
+        if part.get("type") == "tool_use":
+            out.append(part["name"] + json.dumps(part["input"]))
+        elif part.get("type") == "tool_result":
+            out += _texts(part.get("content"))
+    if message.get("type") == "function_call":
+        out.append(message["name"] + message["arguments"])
+    if message.get("type") == "function_call_output":
+        out.append(message["output"] if isinstance(message["output"], str) else json.dumps(message["output"]))
+    return out
+
+
+def shared_share(before: str, after: str) -> float:
+    """How much of `before` the prompt `after` starts with: 1.0 is an append-only continuation."""
+    return len(commonprefix([before, after])) / max(1, len(before))
+
+
+def _turns(body: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The conversation as ("user", text) and ("call", count of tool calls) in order."""
+    turns: list[tuple[str, Any]] = []
+    items = body.get("input")
+    listed = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    for message in body.get("messages") or listed or []:
+        content = message.get("content")
+        if message.get("role") == "user":
+            turns.append(("user", "\n".join(_texts(content))))
+        elif message.get("tool_calls") or message.get("type") == "function_call":
+            turns.append(("call", 1))
+        elif isinstance(content, list) and any(part.get("type") == "tool_use" for part in content):
+            turns.append(("call", 1))
+    return turns
+
+
+def next_step(body: Mapping[str, Any]) -> Step:
+    """The answer the script gives at this point of the conversation."""
+    if not body.get("tools"):
+        return say("A short title")
+    script, done, previous = "hello", 0, ""
+    for kind, value in _turns(body):
+        if kind == "user":
+            found = re.findall(r"script:([a-z-]+)", value)
+            if found:
+                script, done = found[-1], 0
+        elif not (previous == "call" and body.get("input") and _parallel(script, done)):
+            done += 1
+        previous = kind
+    steps = SCRIPTS.get(script, SCRIPTS["hello"])
+    return steps[min(done, len(steps) - 1)]
+
+
+def _parallel(script: str, done: int) -> bool:
+    # the Responses API lists calls of one answer as items of their own: count them as one step
+    steps = SCRIPTS.get(script, ())
+    return 0 < done <= len(steps) and steps[done - 1].kind == "agents" and len(steps[done - 1].text.split()) > 1
+
+
+def _calls(step: Step, body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    offered = {tool_name(tool): tool for tool in body.get("tools") or []}
+    if step.kind == "call":
+        return [(step.text, dict(step.arguments))]
+    wanted = _SHELLS if step.kind == "shell" else _AGENTS
+    name = next((known for known in wanted if known in offered), "")
+    spec = offered.get(name, {})
+    function = spec.get("function") or spec
+    schema = function.get("parameters") or function.get("input_schema") or {}
+    texts = [step.text] if step.kind == "shell" else step.text.split()
+    return [(name, _arguments(schema, step.kind, text, n)) for n, text in enumerate(texts)]
+
+
+def _arguments(schema: Mapping[str, Any], kind: str, text: str, ordinal: int) -> dict[str, Any]:
+    properties = schema.get("properties") or {}
+    prompt = f"script:{text}"
+    known: dict[str, Any] = {
+        "command": ["bash", "-c", text] if (properties.get("command") or {}).get("type") == "array" else text,
+        "cmd": text,
+        "description": "a scripted step",
+        "is_background": False,
+        "prompt": prompt,
+        "message": prompt,
+        "subagent_type": "general-purpose" if "run_in_background" in properties else "general",
+        "task_name": f"child_{ordinal}",
+        "run_in_background": False,
+    }
+    names = set(schema.get("required") or []) | ({"subagent_type", "run_in_background"} & set(properties))
+    return {name: known[name] for name in properties if name in names and name in known}
+
+
+class ScriptedEngine:
+    """The server; use as an async context manager. `seen` is the list of requests, oldest first."""
+
+    def __init__(self, *, headers: Mapping[str, str] | None = None, delay_s: float = 0.0) -> None:
+        self.seen: list[Seen] = []
+        self.headers = dict(headers or {})
+        self.delay_s = delay_s
+        self._cached: set[str] = set()
+        self._ids = count(1)
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> ScriptedEngine:
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/v1/messages/count_tokens", self._count)
+        app.router.add_post("/v1/{api:chat/completions|responses|messages}", self._generate)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    def main(self) -> list[Seen]:
+        """The requests that carried tools: the agent's own turns, without titles and summaries."""
+        return [one for one in self.seen if one.body.get("tools")]
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": "demo-model", "object": "model", "created": 1, "owned_by": "script", "max_model_len": 131072}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _count(self, request: web.Request) -> web.Response:
+        return web.json_response({"input_tokens": len(render(await request.json())) // 4})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw)
+        prompt = render(body)
+        seen = Seen(
+            request.path, {k.lower(): v for k, v in request.headers.items()}, body, raw, prompt, len(prompt) // 4, 0
+        )
+        seen.cached_tokens = self._book(prompt)
+        self.seen.append(seen)
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        step = next_step(body)
+        calls = [] if step.kind == "say" else _calls(step, body)
+        reply = {"chat/completions": _chat, "responses": _responses, "messages": _messages}[request.match_info["api"]]
+        final, frames = reply(next(self._ids), seen, step.text if step.kind == "say" else "", calls)
+        if not body.get("stream"):
+            return web.json_response(final, headers=self.headers)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", **self.headers})
+        await response.prepare(request)
+        async for frame in _sse(frames):
+            await response.write(frame)
+        await response.write_eof()
+        return response
+
+    def _book(self, prompt: str) -> int:
+        """Cached tokens of this prompt by the books (whole blocks, chained), then remember it."""
+        ends = range(BLOCK_CHARS, len(prompt) + 1, BLOCK_CHARS)
+        blocks = [f"{end}:{hash(prompt[:end])}" for end in ends]
+        hits = 0
+        for block in blocks:
+            if block not in self._cached:
+                break
+            hits += 1
+        self._cached.update(blocks)
+        return min(hits * BLOCK_CHARS, max(0, len(prompt) - BLOCK_CHARS)) // 4
+
+
+async def _sse(frames: Sequence[tuple[str | None, Any]]) -> AsyncIterator[bytes]:
+    for event, data in frames:
+        head = f"event: {event}\n" if event else ""
+        text = data if isinstance(data, str) else json.dumps(data)
+        yield f"{head}data: {text}\n\n".encode()
+
+
+def _chat(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Any, list[Any]]:
+    tool_calls = [
+        {"index": n, "id": f"call_{ident}_{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(a)}}
+        for n, (name, a) in enumerate(calls)
+    ]
+    usage = {
+        "prompt_tokens": seen.prompt_tokens,
+        "completion_tokens": 8,
+        "total_tokens": seen.prompt_tokens + 8,
+        "prompt_tokens_details": {"cached_tokens": seen.cached_tokens},
+    }
+    base = {"id": f"chatcmpl-{ident}", "created": int(time.time()), "model": seen.body.get("model")}
+    finish = "tool_calls" if calls else "stop"
+    message = {"role": "assistant", "content": text or None, "tool_calls": tool_calls} if calls else None
+    final = {
+        **base,
+        "object": "chat.completion",
+        "choices": [{"index": 0, "message": message or {"role": "assistant", "content": text}, "finish_reason": finish}],
+        "usage": usage,
+    }
+    delta = {"role": "assistant", **({"tool_calls": tool_calls} if calls else {"content": text})}
+    chunk = {**base, "object": "chat.completion.chunk"}
+    frames: list[Any] = [
+        (None, {**chunk, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}),
+        (None, {**chunk, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}),
+    ]
+    if (seen.body.get("stream_options") or {}).get("include_usage"):
+        frames.append((None, {**chunk, "choices": [], "usage": usage}))
+    return final, [*frames, (None, "[DONE]")]
+
+
+def _responses(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Any, list[Any]]:
+    items: list[dict[str, Any]] = [
+        {
+            "type": "function_call",
+            "id": f"fc_{ident}_{n}",
+            "call_id": f"call_{ident}_{n}",
+            "name": name,
+            "arguments": json.dumps(arguments),
+            "status": "completed",
+        }
+        for n, (name, arguments) in enumerate(calls)
+    ]
+    if not calls:
+        content = [{"type": "output_text", "text": text, "annotations": []}]
+        items = [
+            {"type": "message", "id": f"msg_{ident}", "role": "assistant", "status": "completed", "content": content}
+        ]
+    usage = {
+        "input_tokens": seen.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": seen.cached_tokens},
+        "output_tokens": 8,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": seen.prompt_tokens + 8,
+    }
+    base = {
+        "id": f"resp_{ident}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": seen.body.get("model"),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+    final = {**base, "status": "completed", "output": items, "usage": usage}
+    events: list[dict[str, Any]] = [{"type": "response.created", "response": {**base, "status": "in_progress", "output": []}}]
+    for n, item in enumerate(items):
+        events.append({"type": "response.output_item.added", "output_index": n, "item": {**item, "status": "in_progress"}})
+        if item["type"] == "message":
+            delta = {"item_id": item["id"], "output_index": n, "content_index": 0, "delta": text, "logprobs": []}
+            events.append({"type": "response.output_text.delta", **delta})
+        events.append({"type": "response.output_item.done", "output_index": n, "item": item})
+    events.append({"type": "response.completed", "response": final})
+    return final, [(event["type"], {**event, "sequence_number": n}) for n, event in enumerate(events)]
+
+
+def _messages(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Any, list[Any]]:
+    usage = {
+        "input_tokens": seen.prompt_tokens - seen.cached_tokens,
+        "cache_read_input_tokens": seen.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": 8,
+    }
+    blocks: list[dict[str, Any]] = [
+        {"type": "tool_use", "id": f"toolu_{ident}_{n}", "name": name, "input": arguments}
+        for n, (name, arguments) in enumerate(calls)
+    ] or [{"type": "text", "text": text}]
+    stop = "tool_use" if calls else "end_turn"
+    base = {"id": f"msg_{ident}", "type": "message", "role": "assistant", "model": seen.body.get("model")}
+    final = {**base, "content": blocks, "stop_reason": stop, "stop_sequence": None, "usage": usage}
+    start = {**base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
+    for n, block in enumerate(blocks):
+        if block["type"] == "text":
+            empty: dict[str, Any] = {"type": "text", "text": ""}
+            delta: dict[str, Any] = {"type": "text_delta", "text": text}
+        else:
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        events.append({"type": "content_block_start", "index": n, "content_block": empty})
+        events.append({"type": "content_block_delta", "index": n, "delta": delta})
+        events.append({"type": "content_block_stop", "index": n})
+    events.append({"type": "message_delta", "delta": {"stop_reason": stop, "stop_sequence": None}, "usage": usage})
+    events.append({"type": "message_stop"})
+    return final, [(event["type"], event) for event in events]
