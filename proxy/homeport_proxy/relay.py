@@ -51,7 +51,8 @@ class Plan:
     """How one answer is relayed.
 
     ``headers(head, stream)`` gives the client's headers when the answer starts; ``refusals`` are the statuses that
-    are kept back; ``cached`` is asked for the prefill engine's cached tokens when ``fix_usage`` is set;
+    are kept back; ``cached`` is asked for the prefill engine's cached tokens when ``fix_usage`` is set, once ``ready``
+    says that they are known (until then the answer waits here, see :meth:`Relay.release`);
     ``hide_usage`` takes out the usage chunk that the client did not ask for.
     """
 
@@ -60,6 +61,7 @@ class Plan:
     refusals: Collection[int] = ()
     fix_usage: bool = False
     cached: Callable[[], int | None] = lambda: None
+    ready: Callable[[], bool] = lambda: True
     hide_usage: bool = False
     on_first_token: Callable[[], None] = lambda: None
     on_gap: Callable[[float], None] | None = None
@@ -85,6 +87,7 @@ class Relay:
         self._inflate: zlib._Decompress | None = None
         self._last = b""
         self._last_s = 0.0
+        self._early: list[bytes] = []
         self.meter = UsageMeter()
         self.result: Refused | UpstreamError | None = None
         self.done = False
@@ -136,6 +139,9 @@ class Relay:
         if not data or self.done:
             return
         if self._mode is Mode.STREAM:
+            if self._plan.fix_usage and not self._plan.ready():
+                self._early.append(data)
+                return
             self._on_stream(data)
         elif self._mode is Mode.RAW:
             if not self._down.started:
@@ -154,6 +160,8 @@ class Relay:
         if self._mode is Mode.DOCUMENT:
             self._send_document()
         elif self._mode is Mode.STREAM:
+            if self._early:
+                self._on_stream(b"".join(self._early))
             if self._truncated():
                 self.on_fault(UpstreamError("the engine's stream ended without its end", sent=True, answered=True))
                 return
@@ -171,6 +179,12 @@ class Relay:
         if self._down.started:
             self._break(fault)
         self._settle(fault)
+
+    def release(self) -> None:
+        """The prefill engine's figures are known: what waited for them goes on."""
+        early, self._early = self._early, []
+        if early and not self.done:
+            self._on_stream(b"".join(early))
 
     # the end
 
@@ -223,7 +237,7 @@ class Relay:
             self._last = data
             out = data
         else:
-            out = b"".join([self._frame(frame) if whole else frame for frame, whole in self._framer.feed(data)])
+            out = b"".join([self._frame(piece) if is_frame else piece for piece, is_frame in self._framer.feed(data)])
         if out or self._down.started:
             if not self._down.started:
                 self._start(None)

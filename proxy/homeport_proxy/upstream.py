@@ -79,13 +79,14 @@ class Origin:
     prefix: str = ""
 
     @staticmethod
-    def parse(url: str, ca_file: str | None = None) -> Origin:
-        """From ``http(s)://host[:port][/prefix]``; ``ca_file`` replaces the system's certificate authorities."""
+    def parse(url: str, context: ssl.SSLContext | bool = True) -> Origin:
+        """From ``http(s)://host[:port][/prefix]``; ``context`` True means the system's certificate authorities."""
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         port = parts.port or (443 if secure else 80)
         host = parts.hostname or ""
-        tls = ssl.create_default_context(cafile=ca_file) if secure else None
+        own = context if isinstance(context, ssl.SSLContext) else ssl.create_default_context()
+        tls = own if secure else None
         literal = f"[{host}]" if ":" in host else host
         default = port == (443 if secure else 80)
         return Origin(host, port, tls, (literal if default else f"{literal}:{port}").encode(), parts.path.rstrip("/"))
@@ -213,6 +214,10 @@ class Connection(asyncio.Protocol):
             self.transport.write(head)
             self.transport.write(body)
 
+    def take_over(self, receiver: Receiver) -> None:
+        """Let another receiver hear the rest of the answer."""
+        self._receiver = receiver
+
     def abort(self) -> None:
         """Close at once; the engine sees the client leave. The receiver hears nothing more."""
         self._receiver = None
@@ -251,6 +256,7 @@ class Pool:
         self._idle: deque[Connection] = deque()
         self._open: set[Connection] = set()
         self._sweeper: asyncio.TimerHandle | None = None
+        self.retired = False
 
     @property
     def open_count(self) -> int:
@@ -297,6 +303,9 @@ class Pool:
 
     def release(self, connection: Connection) -> None:
         """Take a connection back whose answer is complete."""
+        if self.retired:
+            connection.abort()
+            return
         loop = asyncio.get_running_loop()
         connection.idle_since_s = loop.time()
         self._idle.append(connection)
@@ -317,6 +326,12 @@ class Pool:
         if self._idle:
             self._sweeper = loop.call_at(self._idle[0].idle_since_s + IDLE_S, self._sweep)
 
+    def retire(self) -> None:
+        """Take no more requests: idle connections close now, busy ones after their answer."""
+        self.retired = True
+        for connection in list(self._idle):
+            connection.abort()
+
     def close(self) -> None:
         """Close every connection, busy ones included."""
         if self._sweeper is not None:
@@ -324,3 +339,48 @@ class Pool:
             self._sweeper = None
         for connection in list(self._open):
             connection.fail("the proxy is closing its connections")
+
+
+class Collector:
+    """A receiver that keeps the whole answer, up to ``cap_bytes``."""
+
+    def __init__(self, cap_bytes: int = 64 * 1024 * 1024) -> None:
+        self._cap_bytes = cap_bytes
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._head: Head | None = None
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._fault: UpstreamError | None = None
+        self.headed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_head(self, head: Head, flow: Flow) -> None:
+        self._head = head
+        if not self.headed.done():
+            self.headed.set_result(None)
+
+    def on_data(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size <= self._cap_bytes:
+            self._parts.append(data)
+        elif self._fault is None:
+            self._fault = UpstreamError(f"answer longer than {self._cap_bytes} bytes", sent=True, answered=True)
+
+    def on_end(self) -> None:
+        self._finish()
+
+    def on_fault(self, fault: UpstreamError) -> None:
+        self._fault = self._fault or fault
+        self._finish()
+
+    def _finish(self) -> None:
+        for future in (self._done, self.headed):
+            if not future.done():
+                future.set_result(None)
+
+    async def finished(self) -> tuple[Head, bytes]:
+        """The answer. Raises :class:`UpstreamError` when it did not come whole."""
+        await asyncio.shield(self._done)
+        if self._fault is not None:
+            raise self._fault
+        assert self._head is not None
+        return self._head, b"".join(self._parts)

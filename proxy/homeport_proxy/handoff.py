@@ -1,0 +1,519 @@
+"""Attempts: a prefill leg and a decode leg as one try with states, and what may be tried again after it failed.
+
+Rules. A refused or reset connection, 429, 502 and 503 are tried on one other backend until the client got its first
+byte; a connection that never took the request costs nothing and does not count. A read timeout is never tried again:
+the engine may still be generating. A prefill leg that fails makes the decode engine prefill by itself; its 4xx is the
+answer. Hand-off parameters are used once and only within their lease; every retry that reached an engine prefills
+afresh. A prefill that was handed out is always followed by its decode request, even if only to be aborted: otherwise
+its KV stays pinned on the prefill engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import cast
+
+import msgspec
+
+from homeport.fingerprint import Api, JsonValue
+from homeport_engines.base import BodyEdits, HandoffParams, KvTransfer, Leg
+from homeport_engines.base import Handoff as Pair
+from homeport_proxy import headers as header_rules
+from homeport_proxy.breaker import Result, classify
+from homeport_proxy.config import Timeouts
+from homeport_proxy.downstream import Downstream
+from homeport_proxy.engines import Engine, Engines
+from homeport_proxy.errors import no_backend, upstream_error, upstream_timeout
+from homeport_proxy.exchange import Exchange, LegRecord, State
+from homeport_proxy.health import Health, Part
+from homeport_proxy.job import Job
+from homeport_proxy.patience import Patience
+from homeport_proxy.placer import Placer
+from homeport_proxy.relay import Plan, Refused, Relay
+from homeport_proxy.routing.views import Decision, Ticket
+from homeport_proxy.upstream import Collector, Connection, Head, RawHeaders, Receiver, UpstreamError
+
+REFUSALS = frozenset({429, 502, 503})
+LINGER_S = 0.5
+"""How long an abandoned decode request is given to reach its engine before it is aborted there."""
+
+
+@dataclass(slots=True)
+class Held:
+    """Hand-off parameters in hand: from whom, for which choreography, and until when they may be used."""
+
+    pair: Pair
+    transfer: KvTransfer
+    params: HandoffParams
+    expires_s: float | None
+
+    def usable(self, now_s: float) -> bool:
+        """Whether a decode engine reached now still finds the blocks."""
+        return self.expires_s is None or now_s < self.expires_s
+
+
+class PrefillFailedError(Exception):
+    """The prefill leg gave nothing to hand over; the text says why. ``answer`` is its 4xx, to be passed on."""
+
+    def __init__(self, why: str, answer: Refused | None = None) -> None:
+        super().__init__(why)
+        self.answer = answer
+
+
+@dataclass(slots=True)
+class Desk:
+    """What attempts work with, one per process."""
+
+    engines: Engines
+    health: Health
+    placer: Placer
+    timeouts: Callable[[], Timeouts]
+    on_gap: Callable[[float], None] | None = None
+    orphans: Orphans = field(default_factory=lambda: Orphans())
+
+
+class Orphans:
+    """Decode requests sent only so that their prefill engine may free its blocks; aborted shortly after."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def count(self) -> int:
+        """Requests not yet aborted."""
+        return len(self._tasks)
+
+    def free(self, engine: Engine, message: tuple[bytes, bytes]) -> None:
+        """Send a decode request that nobody waits for, then abort it."""
+        self._spawn(self._send(engine, message))
+
+    def linger(self, connection: Connection, sent_s: float) -> None:
+        """Abort a decode request whose client left, but not before it can have reached its engine."""
+        listener = Collector(0)
+        connection.take_over(listener)
+        remaining_s = max(0.0, sent_s + LINGER_S - asyncio.get_running_loop().time())
+        self._spawn(self._abort_later(connection, listener, remaining_s))
+
+    async def close(self) -> None:
+        """Wait for those under way."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send(self, engine: Engine, message: tuple[bytes, bytes]) -> None:
+        try:
+            connection = await engine.pool.acquire(fresh=True)
+        except UpstreamError:
+            return  # nobody to tell: the lease ends by itself
+        listener = Collector(0)
+        connection.send(*message, listener)
+        await self._abort_later(connection, listener, LINGER_S)
+
+    async def _abort_later(self, connection: Connection, listener: Collector, wait_s: float) -> None:
+        try:
+            await asyncio.wait([listener.headed], timeout=wait_s)
+        finally:
+            connection.abort()
+
+
+class Attempt:
+    """One try at one decision. As a context it gives back whatever is open when it is left, however it is left."""
+
+    def __init__(self, desk: Desk, exchange: Exchange, job: Job, downstream: Downstream, decision: Decision) -> None:
+        self._desk = desk
+        self._exchange = exchange
+        self._job = job
+        self._down = downstream
+        self._decision = decision
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[Connection, tuple[LegRecord, Part]] = {}
+        self._told: set[int] = set()
+        self._decoding: Connection | None = None
+        self.held: Held | None = None
+        self.relay: Relay | None = None
+
+    async def __aenter__(self) -> Attempt:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abort_open()
+        if self.held is not None and isinstance(error, asyncio.CancelledError):
+            self._free(self.held)
+            self.held = None
+
+    def _abort_open(self) -> None:
+        for connection, (leg, part) in list(self._open.items()):
+            self._tell(leg, part, Result.NEUTRAL)
+            if connection is self._decoding and leg.state is State.SENT and not connection.closed:
+                self._desk.orphans.linger(connection, leg.started_s)
+            else:
+                connection.abort()
+        self._open.clear()
+        self._decoding = None
+
+    # one attempt
+
+    async def run(self, held: Held | None) -> Refused | UpstreamError | None:
+        """None when the client has its answer. Raises :class:`PrefillFailedError` only with a 4xx to pass on."""
+        self.held = held
+        prefill_place = self._decision.prefill_place
+        serving = self._desk.engines.of(self._decision.place)
+        if self.held is None and prefill_place is not None:
+            prefilling = self._desk.engines.of(prefill_place)
+            transfer = prefilling.transfer
+            if transfer is not None and self._job.raws is not None:
+                try:
+                    pair = await self._pair(prefilling, serving)
+                    if transfer.order == "concurrent":
+                        return await self._both(prefilling, serving, pair, transfer)
+                    await self._prefill(prefilling, pair, transfer)
+                except PrefillFailedError as failure:
+                    if failure.answer is not None:
+                        return failure.answer
+                    await self._alone(str(failure))
+            else:
+                await self._alone("its prefill engine cannot hand over")
+        return await self._serve(serving)
+
+    async def _alone(self, why: str) -> None:
+        exchange = self._exchange
+        exchange.prefill_skipped = why
+        exchange.kv_transfer = "failed"
+        if exchange.ticket is not None:
+            exchange.decision = await self._desk.placer.without_prefill(exchange.ticket, why)
+
+    async def _pair(self, prefilling: Engine, serving: Engine) -> Pair:
+        engines = self._desk.engines
+        try:
+            return Pair(secrets.token_hex(16), await engines.address(prefilling), await engines.address(serving))
+        except UpstreamError as fault:
+            raise PrefillFailedError(f"prefill on {prefilling.place} failed: {fault}") from None
+
+    # the prefill leg
+
+    async def _prefill(self, engine: Engine, pair: Pair, transfer: KvTransfer) -> None:
+        """Prefill first, and keep what came back."""
+        started_s = self._loop.time()
+        document = await self._prefill_answer(engine, transfer.prefill_leg(self._text_api, pair))
+        params = transfer.accept(self._text_api, document)
+        done_s = self._loop.time()
+        self._exchange.prefill_s = done_s - started_s
+        if self._exchange.ticket is not None:
+            self._desk.placer.prefill_done(self._exchange.ticket, params.cached_tokens if params else None)
+        if params is None:
+            self._exchange.prefill_skipped = f"{engine.place} had nothing to hand over"
+            return
+        self._exchange.legs[-1].state = State.HANDED_OFF
+        # the lease counts from when the engine finished; its answer took at most this long to come
+        expires_s = None if transfer.lease_s is None else done_s + transfer.lease_s
+        self.held = Held(pair, transfer, params, expires_s)
+
+    async def _prefill_answer(self, engine: Engine, leg: Leg) -> Mapping[str, JsonValue]:
+        record = self._record(engine, "prefill")
+        try:
+            head, body = await self._collect(engine, leg, record)
+        except UpstreamError as fault:
+            record.error = str(fault)
+            self._desk.engines.forget_ids(engine)
+            raise PrefillFailedError(f"prefill on {engine.place} failed: {fault}") from None
+        record.status = head.status
+        if head.status == 429 or head.status >= 500:
+            raise PrefillFailedError(f"prefill on {engine.place} answered {head.status}")
+        if head.status >= 400:
+            raise PrefillFailedError(f"{engine.place} answered {head.status}", Refused(head, body))
+        try:
+            return msgspec.json.decode(body, type=dict[str, JsonValue])
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            raise PrefillFailedError(f"prefill on {engine.place} answered something else than JSON") from None
+
+    async def _collect(self, engine: Engine, leg: Leg, record: LegRecord) -> tuple[Head, bytes]:
+        message = self._job.for_engine(engine, leg, record.engine_request_id)
+        for fresh in (False, True):
+            answer = Collector()
+            connection = await self._send(engine, message, answer, record, "prefill", fresh=fresh)
+            patience = Patience(connection, self._first_token_s(), lambda: True)
+            try:
+                head, body = await answer.finished()
+            except UpstreamError as fault:
+                self._open.pop(connection, None)
+                if _stale(connection, fault) and not fresh:
+                    self._tell(record, "prefill", Result.NEUTRAL)
+                    continue
+                self._tell(record, "prefill", Result.FAILURE)
+                raise
+            finally:
+                patience.stop()
+            self._open.pop(connection, None)
+            record.ended_s = self._loop.time()
+            self._tell(record, "prefill", classify(head.status), head)
+            return head, body
+        raise AssertionError("unreachable")
+
+    # both legs at once
+
+    async def _both(
+        self, prefilling: Engine, serving: Engine, pair: Pair, transfer: KvTransfer
+    ) -> Refused | UpstreamError | None:
+        """The first failure cancels the other leg; the prefill engine's own 4xx is the answer."""
+        started_s = self._loop.time()
+        found: list[HandoffParams | None] = []
+        prefill = asyncio.create_task(self._prefill_answer(prefilling, transfer.prefill_leg(self._text_api, pair)))
+        serve = asyncio.create_task(self._serve_leg(serving, transfer.decode_leg(self._text_api, pair, None), found))
+        try:
+            await asyncio.wait([prefill, serve], return_when=asyncio.FIRST_COMPLETED)
+            if prefill.done():
+                document = prefill.result()
+                self._exchange.prefill_s = self._loop.time() - started_s
+                params = transfer.accept(self._text_api, document)
+                found.append(params)
+                self._mark_handed_off(prefilling.place)
+                if self._exchange.ticket is not None:
+                    self._desk.placer.prefill_done(self._exchange.ticket, params.cached_tokens if params else None)
+                if self.relay is not None:
+                    self.relay.release()
+            result = await serve
+            if result is None:
+                self._exchange.kv_transfer = "ok"
+            return result
+        finally:
+            for task in (prefill, serve):
+                task.cancel()
+            await asyncio.gather(prefill, serve, return_exceptions=True)
+            self._abort_open()
+
+    def _mark_handed_off(self, place: str) -> None:
+        for leg in self._exchange.legs:
+            if leg.part == "prefill" and leg.place == place and leg.error is None:
+                leg.state = State.HANDED_OFF
+
+    # the leg that answers
+
+    async def _serve(self, engine: Engine) -> Refused | UpstreamError | None:
+        held = self.held
+        if held is not None and not (held.usable(self._loop.time()) and engine.transfer is held.transfer):
+            held = self.held = None
+        if held is None:
+            return await self._serve_leg(engine, Leg(BodyEdits()), None)
+        leg = held.transfer.decode_leg(self._text_api, held.pair, held.params)
+        result = await self._serve_leg(engine, leg, [held.params])
+        if result is None:
+            self._exchange.kv_transfer = "ok"
+        return result
+
+    async def _serve_leg(
+        self, engine: Engine, leg: Leg, handed: list[HandoffParams | None] | None
+    ) -> Refused | UpstreamError | None:
+        record = self._record(engine, "serve")
+        message = self._job.for_engine(engine, leg, record.engine_request_id)
+        for fresh in (False, True):
+            self.relay = relay = Relay(self._exchange, record, self._down, self._plan(record, handed))
+            try:
+                connection = await self._send(engine, message, relay, record, "serve", fresh=fresh)
+            except UpstreamError as fault:
+                record.error = str(fault)
+                return fault
+            if handed is not None:
+                self._decoding = connection
+                self.held = None  # on their way: single use
+            patience = self._patience(connection, relay, engine)
+            try:
+                result = await relay.finished()
+            finally:
+                patience.stop()
+            self._open.pop(connection, None)
+            self._decoding = None
+            if isinstance(result, UpstreamError):
+                if _stale(connection, result) and not fresh:
+                    self._tell(record, "serve", Result.NEUTRAL)
+                    continue
+                self._tell(record, "serve", Result.FAILURE)
+            elif isinstance(result, Refused):
+                self._tell(record, "serve", classify(result.head.status), result.head)
+            return result
+        raise AssertionError("unreachable")
+
+    def _plan(self, record: LegRecord, handed: list[HandoffParams | None] | None) -> Plan:
+        exchange, desk = self._exchange, self._desk
+
+        def answer_headers(head: Head, stream: bool) -> RawHeaders:
+            self._tell(record, "serve", classify(head.status), head)
+            return header_rules.to_client(head, header_rules.of_exchange(exchange), stream=stream)
+
+        def first_token() -> None:
+            if exchange.ticket is not None:
+                desk.placer.first_token(exchange.ticket)
+
+        def cached() -> int | None:
+            return handed[0].cached_tokens if handed and handed[0] is not None else None
+
+        return Plan(
+            self._job.api,
+            answer_headers,
+            REFUSALS,
+            fix_usage=handed is not None,
+            cached=cached,
+            ready=lambda: handed is None or bool(handed),
+            hide_usage=self._job.hide_usage,
+            on_first_token=first_token,
+            on_gap=desk.on_gap,
+        )
+
+    def _patience(self, connection: Connection, relay: Relay, engine: Engine) -> Patience:
+        timeouts = self._desk.timeouts()
+        streamed = self._job.stream
+        health, member = self._desk.health, engine.member
+
+        def overdue() -> bool:
+            # without a stream the first token cannot be seen: wait for a healthy engine as long as it takes
+            return streamed or member is None or health.state(member) == "down"
+
+        return Patience(connection, self._first_token_s(), overdue, idle_s=timeouts.idle_s, relay=relay)
+
+    def _first_token_s(self) -> float:
+        expected = self._decision.expected_cached_tokens or 0
+        uncached = max(0, self._exchange.prompt_tokens_estimate - expected)
+        return self._desk.timeouts().first_token_s + uncached / SLOWEST_PREFILL_TOKENS_PER_S
+
+    # sending
+
+    def _record(self, engine: Engine, part: Part) -> LegRecord:
+        number = len(self._exchange.legs)
+        record = LegRecord(engine.place, part, f"{self._exchange.request_id[:96]}-{number}-{secrets.token_hex(4)}")
+        self._exchange.legs.append(record)
+        return record
+
+    async def _send(
+        self,
+        engine: Engine,
+        message: tuple[bytes, bytes],
+        receiver: Receiver,
+        record: LegRecord,
+        part: Part,
+        *,
+        fresh: bool,
+    ) -> Connection:
+        self._desk.health.sent(engine.place, part)
+        self._told.discard(id(record))
+        try:
+            engine.pool.connect_s = self._desk.timeouts().connect_s
+            connection = await engine.pool.acquire(fresh=fresh)
+        except UpstreamError as fault:
+            self._tell(record, part, Result.FAILURE if fault.timed_out else Result.REFUSED)
+            raise
+        except asyncio.CancelledError:
+            self._tell(record, part, Result.NEUTRAL)
+            raise
+        record.started_s = self._loop.time()
+        record.state = State.SENT
+        self._open[connection] = (record, part)
+        connection.send(*message, receiver, head_only=self._job.method == "HEAD")
+        return connection
+
+    def _tell(self, record: LegRecord, part: Part, result: Result, head: Head | None = None) -> None:
+        """Health hears of every sent leg exactly once."""
+        if id(record) in self._told:
+            return
+        self._told.add(id(record))
+        retry_after_s = _retry_after_s(head) if head is not None else None
+        self._desk.health.ended(record.place, part, result, retry_after_s=retry_after_s)
+
+    def _free(self, held: Held) -> None:
+        """The client left with parameters in our hand: let the decode engine tell the prefill engine to free."""
+        try:
+            engine = self._desk.engines.of(held.pair.decode.name)
+        except KeyError:
+            return
+        if held.usable(self._loop.time()):
+            leg = held.transfer.decode_leg(self._text_api, held.pair, held.params)
+            request_id = f"{self._exchange.request_id[:96]}-free-{secrets.token_hex(4)}"
+            self._desk.orphans.free(engine, self._job.for_engine(engine, leg, request_id))
+
+    @property
+    def _text_api(self) -> Api:
+        return cast("Api", self._job.api.name)
+
+
+SLOWEST_PREFILL_TOKENS_PER_S = 100.0
+"""Prefill speed that the first-token deadline allows for on top of ``first_token_s``."""
+
+
+async def answer(desk: Desk, exchange: Exchange, job: Job, downstream: Downstream) -> None:
+    """Bring the client an answer to a placed request, with the retries the rules allow.
+
+    Raises ProxyError when nothing was sent to the client and nobody answered.
+    """
+    ticket = exchange.ticket
+    assert ticket is not None
+    tried: set[str] = set()
+    refusal: Refused | None = None
+    fault: UpstreamError | None = None
+    held: Held | None = None
+    second_chance = True
+    while True:
+        decision = exchange.decision = _decision(ticket)
+        async with Attempt(desk, exchange, job, downstream, decision) as attempt:
+            result = await attempt.run(held)
+            held, attempt.held = attempt.held, None
+        if result is None or downstream.started:
+            return
+        tried.add(decision.place)
+        if isinstance(result, Refused):
+            refusal, fault = result, None
+            if result.head.status not in REFUSALS:
+                break
+        else:
+            refusal, fault = None, result
+            if result.timed_out and result.sent:
+                break
+        if refusal is not None or (fault is not None and fault.sent):
+            if not second_chance:
+                break
+            second_chance = False
+            held = None
+        if await desk.placer.again(ticket, frozenset(tried)) is None:
+            break
+        exchange.retries += 1
+    _give_up(exchange, downstream, refusal, fault)
+
+
+def _decision(ticket: Ticket) -> Decision:
+    assert ticket.decision is not None
+    return ticket.decision
+
+
+def _give_up(exchange: Exchange, downstream: Downstream, refusal: Refused | None, fault: UpstreamError | None) -> None:
+    if refusal is not None:
+        head = refusal.head
+        exchange.status = head.status
+        added = header_rules.to_client(head, header_rules.of_exchange(exchange), stream=False)
+        exchange.headers_sent_s = asyncio.get_running_loop().time()
+        downstream.whole(head.status, added, refusal.body)
+        return
+    assert fault is not None
+    if not fault.sent:
+        raise no_backend(f"No engine took the connection: {fault}.")
+    if fault.timed_out:
+        raise upstream_timeout(f"The engine gave no answer in time: {fault}.")
+    raise upstream_error(f"The engine failed: {fault}.", may_be_generating=False)
+
+
+def _stale(connection: Connection, fault: UpstreamError) -> bool:
+    """A pooled connection that its engine had closed: nothing came back, so the request may be sent once more."""
+    return connection.served > 1 and not fault.answered and not fault.timed_out
+
+
+def _retry_after_s(head: Head) -> float | None:
+    value = head.get(b"retry-after")
+    try:
+        return max(0.0, float(value)) if value is not None and head.status in (429, 503) else None
+    except ValueError:
+        return None
