@@ -15,8 +15,9 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Literal, NamedTuple
 
-from homeport import canonical, volatile
+from homeport import canonical
 from homeport.fingerprint import JsonValue
+from homeport.volatile import Declared, apply
 
 ToolOrder = Literal["sorted", "caller"]
 Body = dict[str, JsonValue]
@@ -78,7 +79,7 @@ def stabilise(
     *,
     tool_order: ToolOrder = "sorted",
     mcp_tools: Mapping[str, tuple[str, str]] | None = None,
-    rules: Sequence[volatile.Declared] = (),
+    rules: Sequence[Declared] = (),
 ) -> Plan:
     """Plan the stable form of a request of any API. Neither argument is modified; applying it twice changes nothing.
 
@@ -293,7 +294,7 @@ _VERB = {
 }
 
 
-def _system(body: Body, rules: Sequence[volatile.Declared], frozen: dict[str, str], changes: list[Change]) -> Body:
+def _system(body: Body, rules: Sequence[Declared], frozen: dict[str, str], changes: list[Change]) -> Body:
     """The members with system text after the rules: ``system``, ``instructions``, and the system messages that lead."""
     edits: Body = {}
     for name in ("system", "instructions"):
@@ -319,24 +320,24 @@ def _system(body: Body, rules: Sequence[volatile.Declared], frozen: dict[str, st
 def _content(
     pointer: str,
     content: JsonValue,
-    rules: Sequence[volatile.Declared],
+    rules: Sequence[Declared],
     frozen: dict[str, str],
     changes: list[Change],
 ) -> JsonValue:
     if isinstance(content, str):
-        text, acted = volatile.apply(content, rules, frozen)
+        text, acted = apply(content, rules, frozen)
         changes += [Change(_VERB[rule.policy], pointer, rule.kind or rule.name) for rule in acted]
         return text if acted else content
     if not isinstance(content, list):
         return content
     after: list[JsonValue] = []
     for index, block in enumerate(content):
-        if isinstance(block, dict) and isinstance(text := block.get("text"), str):
-            changed = _content(f"{pointer}/{index}/text", text, rules, frozen, changes)
-            if changed is not text:
+        if isinstance(block, dict) and isinstance(old := block.get("text"), str):
+            changed = _content(f"{pointer}/{index}/text", old, rules, frozen, changes)
+            if changed is not old:
                 # an empty text block is refused by some APIs; one with a cache mark stays, so that the marks stay
                 if changed or "cache_control" in block:
-                    after.append({**block, "text": changed or text})
+                    after.append({**block, "text": changed or old})
                 continue
         after.append(block)
     same = len(after) == len(content) and all(one is other for one, other in zip(after, content, strict=True))

@@ -1,0 +1,246 @@
+"""What this process knows of its sessions: stabiliser state, the last request, the books. One object, bounded.
+
+Per session it holds the last request body (for the explainer) and a few hundred bytes of state; bodies are bounded to
+64 MiB of JSON in all, sessions to 4,096, the longest unused going first. The books are in the ledger.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from homeport.breaks import CacheBreak
+from homeport.conversations import Conversations
+from homeport.failures import failed
+from homeport.fingerprint import Api, JsonValue
+from homeport.ledger import Ledger
+from homeport.prices import PriceBook
+from homeport.report import SessionReport, SessionTally
+from homeport.session import Session, affinity_id
+from homeport.stabilise import State
+from homeport.tokens import Calibration
+from homeport.usage import Usage
+
+MAX_SESSIONS = 4_096
+MAX_BODY_BYTES = 64 * 1024 * 1024
+
+Body = Mapping[str, JsonValue]
+
+
+@dataclass(slots=True)
+class Remembered:
+    """One session between its requests."""
+
+    session: Session
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    state: State = field(default_factory=State)
+    body: Body | None = None
+    body_bytes: int = 0
+    answered_at: float | None = None
+    """When the last answer was complete, in Unix seconds."""
+    tally: SessionTally = field(init=False)
+    shares_parent_head: bool | None = None
+    """Decided at the first request of a sub-agent, then kept."""
+
+    def __post_init__(self) -> None:
+        self.tally = SessionTally(self.session.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One answered request, for the books. Times in seconds; ``since_last_s``: from the answer before to this
+    request. ``request_id``: the server's, where it gave one."""
+
+    session: Session
+    api: Api
+    url: str
+    body: Body
+    previous: Body | None
+    usage: Usage
+    status: int
+    started_at: float
+    elapsed_s: float
+    ttft_s: float | None = None
+    since_last_s: float | None = None
+    response_headers: Mapping[str, str] = field(default_factory=dict)
+    diagnostics: Mapping[str, JsonValue] | None = None
+    request_id: str | None = None
+    request_headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Runtime:
+    """The sessions and books of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[tuple[str, str], Remembered] = OrderedDict()
+        self._body_bytes = 0
+        self.conversations = Conversations()
+        self.calibration = Calibration()
+        self.proxies: OrderedDict[str, str] = OrderedDict()
+        """Homeport proxies that answered: session key of theirs by (their root URL + affinity id)."""
+        self._ledger: Ledger | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger; one in memory until :func:`configure` names another."""
+        with self._lock:
+            if self._ledger is None:
+                self._ledger = Ledger(prices=PriceBook())
+            return self._ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger) -> None:
+        with self._lock:
+            self._ledger = ledger
+
+    def remembered(self, session: Session) -> Remembered:
+        """The session's memory; a new one when it is not known."""
+        key = (session.namespace, session.id)
+        with self._lock:
+            found = self._sessions.get(key)
+            if found is None:
+                found = self._sessions[key] = Remembered(session)
+            self._sessions.move_to_end(key)
+            while len(self._sessions) > MAX_SESSIONS:
+                _, oldest = self._sessions.popitem(last=False)
+                self._body_bytes -= oldest.body_bytes
+            return found
+
+    def find(self, session_id: str, namespace: str = "") -> Remembered | None:
+        """The memory of a session if it is known."""
+        with self._lock:
+            return self._sessions.get((namespace, session_id))
+
+    def keep_body(self, memory: Remembered, body: Body, size_bytes: int) -> Body | None:
+        """Keep a session's request body and give the one before; forgets the longest unused bodies when full."""
+        with self._lock:
+            before, memory.body = memory.body, body
+            self._body_bytes += size_bytes - memory.body_bytes
+            memory.body_bytes = size_bytes
+            for other in list(self._sessions.values()):
+                if self._body_bytes <= MAX_BODY_BYTES:
+                    break
+                if other is not memory:
+                    self._body_bytes -= other.body_bytes
+                    other.body, other.body_bytes = None, 0
+            return before
+
+    def forget(self, session_id: str, namespace: str = "") -> Remembered | None:
+        """Drop a session's memory; its lines in the ledger stay."""
+        with self._lock:
+            found = self._sessions.pop((namespace, session_id), None)
+            if found is not None:
+                self._body_bytes -= found.body_bytes
+            return found
+
+    def note_proxy(self, root: str, affinity: str, digest: str) -> None:
+        """A Homeport proxy at ``root`` answered for a session and named its own digest of it."""
+        with self._lock:
+            self.proxies[f"{root} {affinity}"] = digest
+            self.proxies.move_to_end(f"{root} {affinity}")
+            while len(self.proxies) > MAX_SESSIONS:
+                self.proxies.popitem(last=False)
+
+    def proxies_of(self, affinity: str) -> list[tuple[str, str]]:
+        """(root URL, digest) of every proxy that served the session."""
+        with self._lock:
+            items = [(key.rsplit(" ", 1), digest) for key, digest in self.proxies.items()]
+        return [(parts[0], digest) for parts, digest in items if parts[1] == affinity]
+
+
+_runtime = Runtime()
+
+
+def runtime() -> Runtime:
+    """This process's runtime."""
+    return _runtime
+
+
+def configure(*, ledger: Ledger | None = None) -> None:
+    """Set where the books of this process are kept (default: a ledger in memory with public prices)."""
+    if ledger is not None:
+        _runtime.ledger = ledger
+
+
+def observe(observation: Observation) -> None:
+    """Enter one answered request into the books, with the cause when cached tokens were lost."""
+    breaks = _breaks(observation)
+    model = observation.body.get("model")
+    entry = _runtime.ledger.record(
+        observation.usage,
+        model=model if isinstance(model, str) else "",
+        session=observation.session.id,
+        tenant=observation.session.namespace,
+        backend=observation.response_headers.get("x-homeport-backend", ""),
+        request_id=observation.request_id,
+        ts=observation.started_at,
+        cause=breaks[0].reason.value if breaks else None,
+        lost_tokens=breaks[0].lost_tokens if breaks else None,
+        url=observation.url,
+    )
+    memory = _runtime.remembered(observation.session)
+    with memory.lock:
+        memory.tally.add(entry, breaks)
+
+
+def _breaks(observation: Observation) -> Sequence[CacheBreak]:
+    try:
+        from homeport.explain import explain
+
+        return explain(
+            observation.previous,
+            observation.body,
+            observation.usage,
+            observation.diagnostics,
+            response_headers=observation.response_headers,
+            elapsed_s=observation.since_last_s,
+        )
+    except Exception as error:
+        failed("explain", error)
+        return ()
+
+
+def report(session_id: str | Session, *, namespace: str = "") -> SessionReport:
+    """What a session used, saved and lost, with the cause of each break; from the ledger when this process has
+    forgotten the session or never knew it."""
+    name, space = _key(session_id, namespace)
+    memory = _runtime.find(name, space)
+    if memory is not None:
+        with memory.lock:
+            return memory.tally.report()
+    return SessionReport.of(_runtime.ledger, name, tenant=space)
+
+
+def _key(session_id: str | Session, namespace: str) -> tuple[str, str]:
+    return (session_id.id, session_id.namespace) if isinstance(session_id, Session) else (session_id, namespace)
+
+
+def finish(session_id: str | Session, *, namespace: str = "", timeout_s: float = 2.0) -> None:
+    """A conversation is over: its memory here is freed, and the Homeport proxies that served it may give its cache
+    away. Leaving a ``with homeport.session(...)`` block does not do this. Never raises for a proxy that cannot be
+    reached; waits at most ``timeout_s`` for each.
+    """
+    name, space = _key(session_id, namespace)
+    _runtime.forget(name, space)
+    for root, digest in _runtime.proxies_of(affinity_id(space, name)):
+        try:
+            _post(f"{root}/homeport/v1/sessions/{digest}/finish", timeout_s)
+        except Exception as error:
+            failed("finish", error)
+
+
+def _post(url: str, timeout_s: float) -> None:
+    import urllib.request
+
+    request = urllib.request.Request(url, data=b"", method="POST")
+    with urllib.request.urlopen(request, timeout=timeout_s):
+        pass
+
+
+def now_s() -> float:
+    """Unix time in seconds."""
+    return time.time()

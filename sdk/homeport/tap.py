@@ -1,0 +1,167 @@
+"""Reads an answer's usage while its bytes pass by, and takes out the usage frame that only Homeport asked for.
+
+Bytes pass on at once. Only while a frame must be hidden is an unfinished frame held back until its end is there. Every
+part is guarded: a fault in reading never touches the bytes, a fault in hiding lets them pass.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from homeport.call import Call, finished
+from homeport.failures import failed
+from homeport.fingerprint import JsonValue
+from homeport.sse import Frames, data_of
+from homeport.usage import UsageMeter
+
+MAX_ANSWER_BYTES = 8 * 1024 * 1024
+"""A non-streamed answer longer than this passes, but its usage is not read."""
+
+
+class _Decoder(Protocol):
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def decoder_for(encoding: str) -> Callable[[bytes], bytes] | None:
+    """A decoder for a content encoding; None for one that cannot be read here."""
+    if encoding in ("", "identity"):
+        return lambda data: data
+    if encoding in ("gzip", "x-gzip"):
+        return _inflater(zlib.MAX_WBITS | 16)
+    if encoding == "deflate":
+        return _inflater(zlib.MAX_WBITS)
+    return None
+
+
+def _inflater(bits: int) -> Callable[[bytes], bytes]:
+    inner: _Decoder = zlib.decompressobj(bits)
+    return inner.decompress
+
+
+class Tap:
+    """Sits in one answer's byte stream: :meth:`feed` every chunk, :meth:`end` at its end, :meth:`close` once after."""
+
+    def __init__(self, call: Call, status: int, headers: Mapping[str, str]) -> None:
+        self._call = call
+        self._status = status
+        self._headers = headers
+        self._streams = "text/event-stream" in headers.get("content-type", "")
+        self._decode = decoder_for(headers.get("content-encoding", "").strip().lower())
+        self._meter = UsageMeter(headers=headers)
+        self._diagnostics: Mapping[str, JsonValue] | None = None
+        self._frames = Frames()
+        self._answer: list[bytes] | None = []
+        self._answer_bytes = 0
+        self._ttft_s: float | None = None
+        self._closed = False
+        self.hides = call.hides_usage and self._streams and self._decode is not None
+        """Whether chunks come out other than they went in: decoded, and without the usage frame."""
+        self._reads = self._decode is not None
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The bytes to pass on for a chunk."""
+        if self.hides:
+            return self._feed_hiding(chunk)
+        if self._reads:
+            try:
+                self._read(self._decode(chunk) if self._decode else chunk)
+            except Exception as error:
+                self._reads = False
+                failed("stream", error)
+        return chunk
+
+    def end(self) -> bytes:
+        """The bytes still held when the stream ends."""
+        if not self.hides:
+            return b""
+        self.hides = False
+        return self._frames.rest()
+
+    def close(self) -> None:
+        """The answer is over, complete or not."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not self._streams and self._answer:
+                self._take(json.loads(b"".join(self._answer)))
+        except ValueError:
+            pass  # not JSON: nothing to read
+        except Exception as error:
+            failed("stream", error)
+        try:
+            finished(self._call, self._status, self._headers, self._meter, self._ttft_s, self._diagnostics)
+        except Exception as error:
+            failed("books", error)
+
+    def _feed_hiding(self, chunk: bytes) -> bytes:
+        try:
+            data = self._decode(chunk) if self._decode else chunk
+        except Exception as error:
+            # the rest cannot be decoded, and what was passed on was: let the client see the stream end here
+            failed("hide", error)
+            raise
+        try:
+            frames = self._frames.feed(data)
+        except Exception as error:
+            failed("hide", error)
+            self._decode = decoder_for("")
+            return data
+        passed: list[bytes] = []
+        for frame in frames:
+            usage_only = False
+            try:
+                usage_only = b'"usage"' in frame and is_usage_frame(frame)
+            except Exception as error:
+                failed("hide", error)
+            try:
+                self._see(frame)
+            except Exception as error:
+                failed("stream", error)
+            if not usage_only:
+                passed.append(frame)
+        return b"".join(passed)
+
+    def _read(self, data: bytes) -> None:
+        if self._streams:
+            for frame in self._frames.feed(data):
+                self._see(frame)
+        elif self._answer is not None:
+            self._answer_bytes += len(data)
+            if self._answer_bytes > MAX_ANSWER_BYTES:
+                self._answer = None
+            else:
+                self._answer.append(data)
+
+    def _see(self, frame: bytes) -> None:
+        # most frames are a few tokens of text: only those that can matter are parsed
+        if self._ttft_s is None and (b'"delta"' in frame or b".delta" in frame or b'"text"' in frame):
+            self._ttft_s = time.perf_counter() - self._call.started
+        if b'"usage' in frame or b"diagnostics" in frame or b"Usage" in frame:
+            data = data_of(frame)
+            if data[:1] == b"{":
+                self._take(json.loads(data))
+
+    def _take(self, event: JsonValue) -> None:
+        if not isinstance(event, dict):
+            return
+        self._meter.feed(event)
+        for holder in (event, event.get("message"), event.get("response")):
+            if isinstance(holder, dict):
+                for name in ("diagnostics", "prompt_cache_diagnostics"):
+                    found = holder.get(name)
+                    if isinstance(found, dict):
+                        self._diagnostics = found
+
+
+def is_usage_frame(frame: bytes) -> bool:
+    """Whether a chat or completions frame is the extra one that ``include_usage`` brings: usage and no choices."""
+    data = data_of(frame)
+    if data[:1] != b"{":
+        return False
+    event = json.loads(data)
+    return isinstance(event, dict) and event.get("choices") == [] and isinstance(event.get("usage"), dict)
