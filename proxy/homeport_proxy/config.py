@@ -358,11 +358,11 @@ class Health(Section):
 
 
 class Price(Section):
-    """A tenant's own prices in US dollars per million tokens."""
+    """A model's rates in US dollars per million tokens; cached ones cost as much as any input when left out."""
 
     input: Annotated[Decimal, Field(ge=0)]
     output: Annotated[Decimal, Field(ge=0)]
-    cached_input: Annotated[Decimal, Field(ge=0)] | None = None
+    cache_read: Annotated[Decimal, Field(ge=0)] | None = None
     cache_write: Annotated[Decimal, Field(ge=0)] | None = None
 
 
@@ -411,9 +411,11 @@ class Record(Section):
 
 
 class LedgerFile(Section):
-    """The SQLite file of the ledger; none: kept in memory until the proxy stops."""
+    """The SQLite file of the ledger (none: kept in memory until the proxy stops), and prices by model name or pattern
+    for tenants without their own."""
 
     path: FilePath | None = None
+    prices: dict[str, Price] | None = None
 
 
 class Timeouts(Section):

@@ -31,6 +31,7 @@ class Member:
     recovered_s: float | None = None
     cool_until_s: float | None = None
     draining_until_s: float | None = None
+    fault: str | None = None
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -55,7 +56,7 @@ class Fleet:
 
     def __init__(self, config: Config, on_change: Callable[[], None] = lambda: None) -> None:
         self.config = config
-        self._on_change = on_change
+        self.on_change = on_change
         self._discovered: dict[tuple[str, int], list[Backend]] = {}
         self.members: dict[str, Member] = {}
         self._rebuild()
@@ -85,7 +86,7 @@ class Fleet:
         """What the engine says it serves, and its longest context in tokens."""
         if (member.models, member.max_model_len) != (models, max_len):
             member.models, member.max_model_len = models, max_len
-            self._on_change()
+            self.on_change()
 
     def measured(self, member: Member, stats: Mapping[int, EngineStats]) -> None:
         """One scrape of its telemetry by data-parallel rank."""
@@ -94,11 +95,11 @@ class Fleet:
         ranks = tuple(range(wanted)) if isinstance(wanted, int) else tuple(sorted(stats)) or None
         if ranks is not None and ranks != member.ranks:
             member.ranks = ranks
-            self._on_change()
+            self.on_change()
 
     def touch(self) -> None:
         """Something outside the fleet's own knowledge changed what its places are worth."""
-        self._on_change()
+        self.on_change()
 
     def models(self) -> list[str]:
         """Every model name that can be asked for: those of the file, else those the engines serve."""
@@ -158,4 +159,4 @@ class Fleet:
             if isinstance(backend.data_parallel, int):
                 members[name].ranks = tuple(range(backend.data_parallel))
         self.members = members
-        self._on_change()
+        self.on_change()

@@ -82,7 +82,12 @@ class Health:
     def ready(self) -> bool:
         """Every backend was probed once and one that can answer clients is usable."""
         serving = [m for m in self.fleet.members.values() if m.backend.role != "prefill"]
-        return self._loop_task is not None and any(self.state(m) in ("up", "unknown") for m in serving)
+        return self.started and any(self.state(m) in ("up", "unknown") for m in serving)
+
+    @property
+    def started(self) -> bool:
+        """Every backend was probed once."""
+        return self._loop_task is not None
 
     def share(self, member: Member) -> float:
         """The share of its capacity a backend gets: it grows from a tenth after a recovery (slow start)."""
@@ -103,7 +108,12 @@ class Health:
 
     def degraded(self) -> list[str]:
         """What does not work as configured, one sentence each."""
-        said = [f"{m.name}: {note}" for m in self.fleet.members.values() for note in m.notes.values()]
+        said = [
+            f"{m.name}: down, {m.fault or 'its requests fail'}"
+            for m in self.fleet.members.values()
+            if self.state(m) == "down"
+        ]
+        said += [f"{m.name}: {note}" for m in self.fleet.members.values() for note in m.notes.values()]
         if panicking := sorted(m.name for m in self.panicking()):
             said.append(f"{', '.join(panicking)}: used in spite of failing, nobody else is left")
         return said
@@ -132,6 +142,7 @@ class Health:
             member.last_success_s = now_s
         elif result is Result.REFUSED:
             member.refused = True
+            member.fault = "refuses connections"
         if retry_after_s is not None and retry_after_s > 0:
             member.cool_until_s = now_s + min(retry_after_s, self.settings.max_cool_s)
             self._on_cool(member, member.cool_until_s)
@@ -203,8 +214,9 @@ class Health:
 
     async def _probe(self, member: Member) -> None:
         assert self._prober is not None, "started"
-        alive = await self._prober.alive(member.backend)
+        alive, fault = await self._prober.alive(member.backend)
         now_s = self._clock()
+        member.fault = fault
         if alive is Alive.YES:
             recovered = self._recover(member, now_s)
             await self._ask(member, again=recovered)

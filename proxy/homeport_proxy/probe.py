@@ -84,15 +84,15 @@ class Prober:
         if self._session is not None:
             await self._session.close()
 
-    async def alive(self, backend: Backend) -> Alive:
-        """Whether the engine answers; a 4xx does (the server is there), a 5xx does not."""
+    async def alive(self, backend: Backend) -> tuple[Alive, str | None]:
+        """Whether the engine answers, and what came instead. A 4xx does (the server is there), a 5xx does not."""
         try:
             await self.get(backend, kind(backend.engine).health_path)
         except ProbeError as error:
             if error.status is not None and error.status < 500:
-                return Alive.YES
-            return Alive.REFUSED if error.refused else Alive.NO
-        return Alive.YES
+                return Alive.YES, None
+            return (Alive.REFUSED if error.refused else Alive.NO), str(error)
+        return Alive.YES, None
 
     async def served(self, backend: Backend) -> Served:
         """The models of the engine. Raises :class:`ProbeError`."""
@@ -131,8 +131,8 @@ class Prober:
             raise ProbeError(f"{path} does not answer within {self.timeout_s:g} s") from None
         except aiohttp.ClientConnectorError as error:
             refused = isinstance(error.os_error, ConnectionRefusedError)
-            what = "refuses connections" if refused else f"cannot be reached: {error.os_error}"
-            raise ProbeError(f"{backend.url} {what}", refused=refused) from None
+            what = "refuses connections" if refused else f"cannot be reached: {error.os_error.strerror or error}"
+            raise ProbeError(what, refused=refused) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ProbeError(f"{path} failed: {type(error).__name__}: {error}") from None
 

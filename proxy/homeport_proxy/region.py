@@ -31,12 +31,12 @@ class RegionView:
 
 @dataclass(frozen=True, slots=True)
 class RegionChoice:
-    """Where to serve: ``away_from`` names the home that was left, ``reason`` why (empty when at home)."""
+    """Where to serve; ``reason`` says why not at ``home``. ``once``: this request only, the next one asks again."""
 
     region: str
     home: str
-    away_from: str | None = None
     reason: str = ""
+    once: bool = False
 
 
 def score(session: str, region: str, weight: float) -> float:
@@ -90,7 +90,7 @@ def choose(
         chosen = spill
     if chosen.name == home.name:
         return RegionChoice(chosen.name, home.name)
-    return RegionChoice(chosen.name, home.name, home.name, reason)
+    return RegionChoice(chosen.name, home.name, reason, once=spill is not None)
 
 
 def _below_bound(order: Sequence[RegionView], load_bound: float) -> RegionView:

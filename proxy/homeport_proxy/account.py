@@ -1,0 +1,299 @@
+"""The books of every request: usage and the cause of every miss, ledger, metrics, and the recent past for `why`."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeAlias
+
+from homeport.fingerprint import JsonValue
+from homeport.ledger import Entry, Ledger
+from homeport.prices import PriceBook
+from homeport.usage import Usage
+from homeport_proxy.config import Config, ConfigError, Price
+from homeport_proxy.exchange import GENERATING, Exchange
+from homeport_proxy.observe.metrics import Metrics
+from homeport_proxy.routing.views import Word
+
+Summary: TypeAlias = dict[str, JsonValue]
+Listener: TypeAlias = Callable[[Exchange, Summary], None]
+
+FIRST_SIGHT = frozenset({"new", "fresh", "first", "tail"})
+"""Causes that are no loss: tokens nobody could have had in a cache."""
+DEFAULT_BYTES_PER_TOKEN = 4.0
+KEPT_REQUESTS = 2000
+
+
+class BytesPerToken:
+    """How many body bytes make a prompt token, by model, learned from what engines report (moving average)."""
+
+    def __init__(self) -> None:
+        self._ratio: dict[str, float] = {}
+
+    def tokens(self, model: str, body_bytes: int) -> int:
+        """An estimate of the prompt's tokens, at least 1."""
+        return max(1, round(body_bytes / self._ratio.get(model, DEFAULT_BYTES_PER_TOKEN)))
+
+    def learn(self, model: str, body_bytes: int, prompt_tokens: int) -> None:
+        """One request's body and its prompt as the engine counted it."""
+        if prompt_tokens < 16 or body_bytes < prompt_tokens / 4:
+            return  # too small, or pictures and the like: says nothing of text
+        ratio = min(64.0, body_bytes / prompt_tokens)
+        known = self._ratio.get(model)
+        self._ratio[model] = ratio if known is None else known + 0.1 * (ratio - known)
+
+
+class RequestLog:
+    """The most recent requests by id; the oldest make room."""
+
+    def __init__(self, kept: int = KEPT_REQUESTS) -> None:
+        self._kept = kept
+        self._by_id: OrderedDict[str, Summary] = OrderedDict()
+
+    def add(self, request_id: str, summary: Summary) -> None:
+        """Remember one."""
+        self._by_id.pop(request_id, None)
+        self._by_id[request_id] = summary
+        if len(self._by_id) > self._kept:
+            self._by_id.popitem(last=False)
+
+    def get(self, request_id: str) -> Summary | None:
+        """One request, or None when it is unknown or too long ago."""
+        return self._by_id.get(request_id)
+
+    def latest(self, count: int) -> list[Summary]:
+        """The newest ``count``, newest first."""
+        return [summary for _, summary in zip(range(count), reversed(self._by_id.values()), strict=False)]
+
+
+class Account:
+    """Books one finished request at a time. ``models`` tells which model names may become label values."""
+
+    def __init__(
+        self,
+        config: Config,
+        metrics: Metrics,
+        models: Callable[[], Collection[str]],
+        listeners: Iterable[Listener] = (),
+    ) -> None:
+        self.metrics = metrics
+        self.bytes_per_token = BytesPerToken()
+        self.requests = RequestLog()
+        self.shares: deque[tuple[float, int, int]] = deque(maxlen=720)
+        """Per ten seconds: (Unix time, prompt tokens, cached tokens) of requests whose cached tokens are known."""
+        self._owners: OrderedDict[str, str] = OrderedDict()
+        self._models = models
+        self._listeners = list(listeners)
+        self._books: dict[str, PriceBook] = {}
+        self._default_book: PriceBook | None = None
+        self.gap = metrics.itl.observe
+        self.reconfigure(config)
+        self.ledger = open_ledger(config)
+
+    def reconfigure(self, config: Config) -> None:
+        """Take a reloaded file's prices. The ledger's path stays what it was at start."""
+        self._config = config
+        self._default_book = _book(config.ledger.prices) if config.ledger.prices else None
+        self._books = {tenant.name: _book(tenant.prices) for tenant in config.tenants if tenant.prices}
+
+    def done(self, exchange: Exchange) -> None:
+        """Book a request that is over, once. Never raises for what an engine reported."""
+        model = exchange.model if exchange.model in self._models() else "other" if exchange.model else ""
+        causes = miss_causes(exchange)
+        self._count(exchange, model, causes)
+        if exchange.api in GENERATING:
+            self._enter(exchange, causes)
+            self._own(exchange.session, exchange.tenant)
+        summary = summarise(exchange, causes)
+        self.requests.add(exchange.request_id, summary)
+        for listener in self._listeners:
+            listener(exchange, summary)
+
+    def owner(self, session: str) -> str | None:
+        """The tenant whose session this is; None when it is not known."""
+        return self._owners.get(session)
+
+    def close(self) -> None:
+        """Write the ledger's last lines."""
+        self.ledger.close()
+
+    def _count(self, exchange: Exchange, model: str, causes: Mapping[str, int]) -> None:
+        metrics, tenant, usage = self.metrics, exchange.tenant, exchange.usage
+        decision = exchange.decision
+        word = Word.PEER.value if exchange.peer_region else decision.word.value if decision else "none"
+        metrics.requests.add(1, (exchange.api, model, tenant, word, code_of(exchange)))
+        if decision is not None:
+            metrics.queue.observe(exchange.queued_s)
+            if decision.word is Word.MOVED:
+                metrics.moves.add(1, (_move_reason(decision.reason),))
+        if exchange.first_token_s is not None:
+            metrics.ttft.observe(exchange.first_token_s - exchange.arrived_s)
+        if exchange.legs:
+            metrics.overhead.observe(max(0.0, exchange.legs[0].started_s - exchange.arrived_s - exchange.queued_s))
+        if usage.prompt_tokens is not None:
+            if usage.cached_tokens is None:
+                metrics.prompt_tokens.add(usage.prompt_tokens, (model, tenant, "unknown"))
+            else:
+                fresh = max(0, usage.prompt_tokens - usage.cached_tokens)
+                metrics.prompt_tokens.add(usage.cached_tokens, (model, tenant, "cached"))
+                metrics.prompt_tokens.add(fresh, (model, tenant, "fresh"))
+                self._share(exchange.arrived_unix_s, usage.prompt_tokens, usage.cached_tokens)
+            self.bytes_per_token.learn(exchange.model, len(exchange.body), usage.prompt_tokens)
+        if usage.output_tokens is not None:
+            metrics.output_tokens.add(usage.output_tokens, (model, tenant))
+        for cause, tokens in causes.items():
+            metrics.cache_miss_tokens.add(tokens, (model, cause))
+        if exchange.kv_transfer != "none" and (leg := exchange.serving) is not None:
+            metrics.transfers.add(1, (leg.place.partition("/")[0], exchange.kv_transfer))
+
+    def _enter(self, exchange: Exchange, causes: Mapping[str, int]) -> None:
+        usage = Usage(
+            input_tokens=exchange.usage.prompt_tokens,
+            cached_tokens=exchange.usage.cached_tokens,
+            output_tokens=exchange.usage.output_tokens,
+        )
+        if not usage.reported:
+            return
+        book = self._books.get(exchange.tenant, self._default_book)
+        cost = book.cost(usage, exchange.model) if book else None
+        lost = {cause: tokens for cause, tokens in causes.items() if cause not in FIRST_SIGHT}
+        serving = exchange.serving
+        entry = Entry(
+            request_id=exchange.request_id,
+            model=exchange.model,
+            ts=exchange.arrived_unix_s,
+            tenant=exchange.tenant,
+            session=exchange.session,
+            backend=serving.place if serving else "",
+            input_tokens=usage.input_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+            cost_usd=cost.total_usd if cost else None,
+            saved_usd=cost.saved_usd if cost else None,
+            cause=max(lost, key=lost.__getitem__) if lost else None,
+            lost_tokens=sum(lost.values()) if exchange.usage.cached_tokens is not None else None,
+        )
+        self.ledger.add(entry)
+
+    def _own(self, session: str, tenant: str) -> None:
+        if tenant and session:
+            self._owners[session] = tenant
+            self._owners.move_to_end(session)
+            if len(self._owners) > self._config.affinity.max_sessions:
+                self._owners.popitem(last=False)
+
+    def _share(self, unix_s: float, prompt_tokens: int, cached_tokens: int) -> None:
+        slot = unix_s - unix_s % 10
+        if self.shares and self.shares[-1][0] >= slot:
+            at, prompt, cached = self.shares.pop()
+            self.shares.append((at, prompt + prompt_tokens, cached + cached_tokens))
+        else:
+            self.shares.append((slot, prompt_tokens, cached_tokens))
+
+
+def open_ledger(config: Config) -> Ledger:
+    """The configured ledger. Raises ConfigError when its file cannot be used."""
+    try:
+        return Ledger(config.ledger.path)
+    except (OSError, sqlite3.Error) as error:
+        raise ConfigError([f"ledger.path: cannot use {config.ledger.path}: {error}"]) from None
+
+
+def miss_causes(exchange: Exchange) -> dict[str, int]:
+    """Every prompt token that was not cached, by cause; sums with the cached ones to the prompt. Empty when either
+    count is not known."""
+    prompt, cached = exchange.usage.prompt_tokens, exchange.usage.cached_tokens
+    if prompt is None or cached is None:
+        return {}
+    left = max(0, prompt - cached)
+    causes: dict[str, int] = {}
+    for cause, tokens in (exchange.outcome.causes if exchange.outcome else {}).items():
+        taken = min(tokens, left)
+        if taken > 0:
+            causes[cause] = taken
+            left -= taken
+    if left:
+        causes["unknown"] = causes.get("unknown", 0) + left
+    return causes
+
+
+def code_of(exchange: Exchange) -> str:
+    """The HTTP status as a label: 499 when the client left before the end, 0 when nothing was sent."""
+    if exchange.error == "client_closed":
+        return "499"
+    return str(exchange.status or 0)
+
+
+def summarise(exchange: Exchange, causes: Mapping[str, int]) -> Summary:
+    """What `why` shows of one request: no text, no secrets; times in milliseconds since arrival."""
+    decision, identity, usage = exchange.decision, exchange.identity, exchange.usage
+    serving = exchange.serving
+
+    def since(at_s: float | None) -> float | None:
+        return None if at_s is None else round((at_s - exchange.arrived_s) * 1000, 3)
+
+    return {
+        "request_id": exchange.request_id,
+        "ts": exchange.arrived_unix_s,
+        "api": exchange.api,
+        "model": exchange.model,
+        "tenant": exchange.tenant or None,
+        "session": exchange.session or None,
+        "session_from": identity.source if identity else None,
+        "kind": identity.kind if identity else None,
+        "stream": exchange.stream,
+        "region": exchange.region or None,
+        "backend": serving.place if serving else None,
+        "prefill_backend": exchange.prefilled_by,
+        "decision": Word.PEER.value if exchange.peer_region else decision.word.value if decision else None,
+        "reason": decision.reason if decision else None,
+        "status": exchange.status,
+        "error": exchange.error,
+        "retries": exchange.retries,
+        "tokens": {
+            "prompt": usage.prompt_tokens,
+            "cached": usage.cached_tokens,
+            "expected_cached": decision.expected_cached_tokens if decision else None,
+            "output": usage.output_tokens,
+            "estimated_prompt": exchange.prompt_tokens_estimate or None,
+        },
+        "miss_causes": dict(causes),
+        "ms": {
+            "queue": round(exchange.queued_s * 1000, 3),
+            "decide": round(exchange.decide_s * 1000, 3),
+            "prefill_leg": None if exchange.prefill_s is None else round(exchange.prefill_s * 1000, 3),
+            "headers": since(exchange.headers_sent_s),
+            "first_token": since(exchange.first_token_s),
+            "last_token": since(exchange.last_token_s),
+            "total": since(exchange.ended_s),
+        },
+        "prefill_skipped": exchange.prefill_skipped,
+        "legs": [
+            {
+                "part": leg.part,
+                "place": leg.place,
+                "engine_request_id": leg.engine_request_id,
+                "state": leg.state.name.lower(),
+                "status": leg.status,
+                "error": leg.error,
+                "start_ms": since(leg.started_s),
+                "first_token_ms": since(leg.first_token_s),
+                "end_ms": since(leg.ended_s),
+            }
+            for leg in exchange.legs
+        ],
+        "chunks": exchange.chunks,
+        "response_bytes": exchange.response_bytes,
+    }
+
+
+def _move_reason(reason: str) -> str:
+    for word in ("drain", "down", "gone", "dearer", "wait"):
+        if word in reason:
+            return {"drain": "draining", "gone": "down", "wait": "dearer"}.get(word, word)
+    return "other"
+
+
+def _book(prices: Mapping[str, Price]) -> PriceBook:
+    return PriceBook({model: price.model_dump(exclude_none=True) for model, price in prices.items()}, vendors=False)
