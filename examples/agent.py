@@ -24,8 +24,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import homeport
 from openai import OpenAI
+
+import homeport
 
 FILES = {
     "README.md": "# Tidewatch\n\nTidewatch reads tide gauges and warns harbour masters before a surge.\n\n"
