@@ -6,21 +6,26 @@ from collections.abc import Mapping, Sequence
 from random import Random
 
 from homeport_proxy.routing.disaggregate import prefill_plan
-from homeport_proxy.routing.policies import POLICIES, Choice
+from homeport_proxy.routing.policies import POLICIES, Choice, Policy
 from homeport_proxy.routing.views import Cost, Decision, NoPlaceError, PlaceView, RequestView, RoutingSettings, Word
 
 
 def decide(
-    request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+    request: RequestView,
+    places: Sequence[PlaceView],
+    now_s: float,
+    rng: Random,
+    settings: RoutingSettings,
+    policy: Policy | None = None,
 ) -> Decision:
     """Choose among ``places`` (all serve the request's model, adapter and length; any state).
 
     Raises :class:`NoPlaceError` when none is usable. When every place is down they are tried all the same: a health
-    check that is wrong everywhere must not lock everybody out.
+    check that is wrong everywhere must not lock everybody out. ``policy`` overrides the settings' (comparisons).
     """
     home = next((place for place in places if place.home), None)
     usable = _usable(places, home)
-    choice = POLICIES[settings.policy](request, usable, now_s, rng, settings)
+    choice = (policy or POLICIES[settings.policy])(request, usable, now_s, rng, settings)
     place = choice.place
     word, reason, new_home = _word(request, choice, home, settings)
     prefill_place = None

@@ -61,6 +61,11 @@ class PlaceLoad:
         if ran or not self._prefills:
             self._head_since_s = now_s
 
+    @property
+    def waiting(self) -> int:
+        """Requests whose prefill has not answered."""
+        return len(self._prefills)
+
     def begin_decode(self, tokens: int) -> None:
         """A sequence of ``tokens`` context will live here."""
         self.requests += 1

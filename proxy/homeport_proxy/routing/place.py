@@ -57,6 +57,7 @@ class Place:
         view.wait_s = load.prefill_left_s(now_s)
         view.rho = load.rho(now_s)
         view.requests = load.requests
+        view.waiting = load.waiting
         view.prefill_tokens = load.prefill_tokens
         view.decode_tokens = load.decode_tokens
         view.down_s = now_s - self.down_since_s if self.down_since_s is not None else 0.0

@@ -10,8 +10,10 @@ from random import Random
 from homeport_engines.base import EngineStats
 from homeport_proxy.routing.cost import prefill_s
 from homeport_proxy.routing.decide import dearer_by_s, decide
+from homeport_proxy.routing.index import Index
 from homeport_proxy.routing.index.approximate import ApproximateIndex
 from homeport_proxy.routing.place import Place
+from homeport_proxy.routing.policies import Policy
 from homeport_proxy.routing.queue import Held, VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
 from homeport_proxy.routing.views import (
@@ -71,15 +73,23 @@ class Router:
     """
 
     def __init__(
-        self, settings: RoutingSettings, *, seed: int = 0, log: Callable[[DecisionRecord], None] | None = None
+        self,
+        settings: RoutingSettings,
+        *,
+        seed: int = 0,
+        log: Callable[[DecisionRecord], None] | None = None,
+        policy: Policy | None = None,
+        index: Index | None = None,
     ) -> None:
         self.settings = settings
         self._seed = seed
         self._log = log
+        self._rng = Random(seed)
         self._places: dict[str, Place] = {}
         self._sessions = SessionTable(settings.idle_ttl_s, settings.max_sessions)
         self._queues = VirtualQueues(settings)
-        self._index = ApproximateIndex(settings.index_bytes, settings.default_kv_tokens)
+        self._policy = policy
+        self._index: Index = index or ApproximateIndex(settings.index_bytes, settings.default_kv_tokens)
         self._flights: dict[Ticket, Flight] = {}
         self._ready: list[Ticket] = []
         self._keys = count(1)
@@ -330,7 +340,7 @@ class Router:
         if session.home is not None and session.home not in self._places:
             self._sessions.settle(session, None)
         views = self._views(request, session, exclude, now_s)
-        return decide(request, views, now_s, Random(self._seed), self.settings)
+        return decide(request, views, now_s, self._rng, self.settings, self._policy)
 
     def _work_s(self, worker: Place, request: RequestView) -> float:
         cached = self._index.cached_tokens(worker.spec.name, request)

@@ -186,6 +186,8 @@ class PlaceView:
     queued: Sequence[tuple[float, float]] = ()
     rho: float = 0.0
     requests: int = 0
+    waiting: int = 0
+    """Requests sent whose first token has not come."""
     prefill_tokens: int = 0
     decode_tokens: int = 0
     tokens_per_step: float = 1.0

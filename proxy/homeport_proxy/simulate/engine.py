@@ -1,0 +1,96 @@
+"""A simulated engine: a block cache, a FIFO prefill, a decode batch. Virtual time; knows nothing of the router."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+from homeport_proxy.routing.cost import decode_step_s, prefill_s
+from homeport_proxy.routing.index.lru import PrefixLru
+from homeport_proxy.routing.views import Rates, Ticket
+from homeport_proxy.simulate.workload import Call
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request on its way through the cluster; times are virtual seconds."""
+
+    ticket: Ticket
+    call: Call
+    lane: int
+    arrived_s: float
+    rtt_s: float = 0.0
+    cached_tokens: int = 0
+    first_token_s: float = 0.0
+    host: SimEngine | None = None
+    attempt: int = 0
+    lost: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SimEngine:
+    """One replica. ``cache`` may be shared between replicas (the bound of one cache for all)."""
+
+    name: str
+    rates: Rates
+    cache: PrefixLru
+    block_tokens: int
+    chunk_tokens: int
+    noise: float = 0.0
+    rng: Random = field(default_factory=Random)
+    waiting: deque[Job] = field(default_factory=deque)
+    running: Job | None = None
+    sequences: int = 0
+    context_tokens: int = 0
+    alive: bool = True
+    _prefills: deque[tuple[float, float, float]] = field(default_factory=deque)
+
+    def start_prefill(self, now_s: float) -> float | None:
+        """Take the next request into prefill; returns when it will be done, None when there is nothing to do."""
+        if self.running is not None or not self.waiting:
+            return None
+        job = self.running = self.waiting.popleft()
+        cached = min(self.cache.match(job.call.keys) * self.block_tokens, job.call.prompt_tokens - 1)
+        job.cached_tokens = cached
+        uncached = job.call.prompt_tokens - cached
+        work_s = prefill_s(self.rates, uncached, cached)
+        if self.noise:
+            work_s *= 1 + self.noise * self.rng.uniform(-1, 1)
+        chunks = -(-uncached // self.chunk_tokens)
+        self._prefills.append((now_s, now_s + work_s, work_s / chunks))
+        return now_s + work_s
+
+    def end_prefill(self) -> Job:
+        """The running prefill is done; its blocks are cached."""
+        job = self.running
+        if job is None:
+            raise RuntimeError("no prefill is running")
+        self.running = None
+        self.cache.use(job.call.keys)
+        return job
+
+    def start_decode(self, job: Job, now_s: float) -> float:
+        """The sequence joins the batch; returns when its last token comes."""
+        self.sequences += 1
+        self.context_tokens += job.call.prompt_tokens
+        return now_s + job.call.output_tokens * decode_step_s(self.rates, self.sequences, self.context_tokens)
+
+    def end_decode(self, job: Job) -> None:
+        """The sequence leaves; its blocks were in use until now."""
+        self.sequences -= 1
+        self.context_tokens -= job.call.prompt_tokens
+        self.cache.use(job.call.keys)
+
+    def stretched(self, since_s: float, until_s: float) -> list[tuple[float, float]]:
+        """(chunk seconds, chunks) of prefill that ran here between two times: each stretched one decode step."""
+        return [
+            (chunk_s, (min(end_s, until_s) - max(start_s, since_s)) / chunk_s)
+            for start_s, end_s, chunk_s in self._prefills
+            if end_s > since_s and start_s < until_s and chunk_s > 0
+        ]
+
+    def forget_before(self, time_s: float) -> None:
+        """Prefills that ended before ``time_s`` are no longer asked for."""
+        while self._prefills and self._prefills[0][1] < time_s:
+            self._prefills.popleft()

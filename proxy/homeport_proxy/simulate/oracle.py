@@ -1,0 +1,38 @@
+"""An index that looks into the simulated engines' caches: exact and without delay (the bound, and `index: exact`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from homeport_proxy.routing.views import RequestView
+from homeport_proxy.simulate.engine import SimEngine
+
+
+class OracleIndex:
+    """The router's index interface over engine caches themselves."""
+
+    def __init__(self, engines: Mapping[str, SimEngine], block_tokens: int) -> None:
+        self._engines = engines
+        self._block_tokens = block_tokens
+
+    def set_place(self, place: str, kv_tokens: int | None) -> None:
+        """Capacity is the engine's own."""
+
+    def drop_place(self, place: str) -> None:
+        """Nothing is kept here."""
+
+    def forget(self, place: str) -> None:
+        """Nothing is kept here."""
+
+    def cached_tokens(self, place: str, request: RequestView) -> int:
+        """Tokens of the prompt that lie in the engine's cache now."""
+        depth = self._engines[place].cache.match(request.prefix.text_blocks)
+        return min(depth * self._block_tokens, max(0, request.prompt_tokens - 1))
+
+    def sent(self, place: str, request: RequestView) -> None:
+        """The engine will see for itself."""
+
+    @property
+    def bytes(self) -> int:
+        """No memory of its own."""
+        return 0

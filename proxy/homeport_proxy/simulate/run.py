@@ -1,0 +1,311 @@
+"""One simulated run: a workload through a cluster under one policy, in virtual time, by the production router."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from homeport_proxy.routing.index import Index
+from homeport_proxy.routing.index.lru import PrefixLru
+from homeport_proxy.routing.policies import POLICIES, Policy
+from homeport_proxy.routing.router import Router
+from homeport_proxy.routing.views import PlaceSpec, PrefixKeys, RequestView, RoutingSettings, Ticket, Word
+from homeport_proxy.simulate.cluster import Cluster
+from homeport_proxy.simulate.engine import Job, SimEngine
+from homeport_proxy.simulate.oracle import OracleIndex
+from homeport_proxy.simulate.peers import PEERS
+from homeport_proxy.simulate.result import Sample, Samples
+from homeport_proxy.simulate.workload import Call, Lane, Workload
+
+MODEL = "m"
+ONE_CACHE = "one-cache"
+
+
+@dataclass(slots=True, eq=False)
+class LaneRun:
+    """A lane being played: its next call, its session digest, who follows it."""
+
+    lane: Lane
+    parent: str | None
+    next_call: int = 0
+    followers: dict[int, list[int]] = field(default_factory=dict)
+    region: str = ""
+
+
+Event = tuple[float, int, Callable[[], None]]
+
+
+class Simulation:
+    """Plays a workload; ``run`` returns the samples of the measured window."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        policy: str,
+        *,
+        seed: int = 0,
+        settings: RoutingSettings | None = None,
+        rule: Policy | None = None,
+        queue_for_peers: bool = False,
+    ) -> None:
+        self.workload = workload
+        self.cluster = cluster
+        self.rng = Random(seed)
+        self.now_s = 0.0
+        self._events: list[Event] = []
+        self._serial = 0
+        self._wake_s = float("inf")
+        self.samples = Samples()
+        self.engines = _engines(cluster, policy, seed)
+        self.router = self._router(policy, seed, settings or RoutingSettings(), rule, queue_for_peers)
+        self._lanes: list[LaneRun] = []
+        self._jobs: dict[Ticket, Job] = {}
+        self._requests = 0
+        self._kinds: dict[str, Word] = {}
+
+    def _router(
+        self, policy: str, seed: int, settings: RoutingSettings, rule: Policy | None, queue_for_peers: bool
+    ) -> Router:
+        cluster = self.cluster
+        index: Index | None = None
+        if policy == ONE_CACHE or cluster.index == "exact":
+            index = OracleIndex(self.engines, cluster.block_tokens)
+        if policy in PEERS:
+            rule = rule or PEERS[policy]()
+            settings = replace(settings, late_binding=queue_for_peers)
+        elif policy in POLICIES:
+            settings = replace(settings, policy=policy)  # type: ignore[arg-type]
+        router = Router(settings, seed=seed, policy=rule, index=index)
+        router.set_places(_specs(cluster, self.engines))
+        for name in self.engines:
+            router.set_state(name, "up", 0.0)
+        return router
+
+    # -- the clock ---------------------------------------------------------------------------------------------------
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Do ``action`` at ``time_s``."""
+        self._serial += 1
+        heapq.heappush(self._events, (time_s, self._serial, action))
+
+    def run(self) -> Samples:
+        """Play everything."""
+        span_s = self._start()
+        start, end = self.cluster.window
+        self.samples.window_s = (start * span_s, end * span_s)
+        while self._events:
+            self.now_s, _, action = heapq.heappop(self._events)
+            action()
+            self._pump()
+        return self.samples
+
+    def _start(self) -> float:
+        workload, cluster = self.workload, self.cluster
+        regions = self._regions()
+        if workload.closed:
+            conversations = list(workload.conversations)
+            self.rng.shuffle(conversations)
+            gap_s = cluster.sessions.spread_s_per_session
+            for number, conversation in enumerate(conversations):
+                first = len(self._lanes)
+                region = regions(number)
+                for lane in conversation.lanes:
+                    parent = None if lane is conversation.lanes[0] else conversation.name
+                    self._lanes.append(LaneRun(lane, parent, region=region))
+                for offset, lane in enumerate(conversation.lanes):
+                    if lane.after is not None:
+                        self._lanes[first].followers.setdefault(lane.after, []).append(first + offset)
+                    else:
+                        # the first call's own delay is the client's before the session began
+                        delay_s = lane.calls[0].wait_s if offset else 0.0
+                        self._arrive_at(number * gap_s + delay_s, first + offset)
+            return gap_s * len(conversations)
+        last_s = 0.0
+        for number, conversation in enumerate(workload.conversations):
+            region = regions(number)
+            for lane in conversation.lanes:
+                self._lanes.append(LaneRun(lane, None, region=region))
+                for position, call in enumerate(lane.calls):
+                    time_s = call.wait_s / cluster.rate_scale
+                    last_s = max(last_s, time_s)
+                    self._open_arrival(time_s, len(self._lanes) - 1, position)
+        return last_s
+
+    def _regions(self) -> Callable[[int], str]:
+        names = list(self.cluster.regions)
+        weights = [self.cluster.regions[name].share for name in names]
+        if not names:
+            return lambda _: ""
+        return lambda _: self.rng.choices(names, weights)[0]
+
+    def _arrive_at(self, time_s: float, lane: int) -> None:
+        self.at(time_s, lambda: self._arrive(lane, self._lanes[lane].next_call))
+
+    def _open_arrival(self, time_s: float, lane: int, position: int) -> None:
+        self.at(time_s, lambda: self._arrive(lane, position))
+
+    # -- a request ---------------------------------------------------------------------------------------------------
+
+    def _arrive(self, lane: int, position: int) -> None:
+        run = self._lanes[lane]
+        call = run.lane.calls[position]
+        run.next_call = position + 1
+        self._requests += 1
+        last = position + 1 == len(run.lane.calls)
+        request = RequestView(
+            request_id=f"r{self._requests}",
+            api="chat",
+            model=MODEL,
+            session=run.lane.name if self.cluster.session_ids else f"r{self._requests}",
+            prompt_tokens=call.prompt_tokens,
+            prefix=PrefixKeys(text_blocks=call.keys),
+            parent=run.parent,
+            kind="subagent" if run.parent else "main",
+            final=last and self.cluster.end_hints,
+        )
+        ticket = self.router.arrive(request, self.now_s)
+        self._jobs[ticket] = Job(ticket, call, lane, self.now_s)
+
+    def _pump(self) -> None:
+        for ticket in self.router.due(self.now_s):
+            self._dispatch(self._jobs[ticket])
+        next_s = self.router.next_due_s(self.now_s)
+        if next_s is not None and (next_s < self._wake_s or self._wake_s <= self.now_s):
+            self._wake_s = max(next_s, self.now_s + 1e-6)
+            self.at(self._wake_s, lambda: None)
+
+    def _dispatch(self, job: Job) -> None:
+        decision = job.ticket.decision
+        if decision is None:
+            raise RuntimeError(f"the cluster cannot serve a request: {job.ticket.refused}")
+        job.host = self.engines[decision.place]
+        engine = self.engines[decision.prefill_place or decision.place]
+        engine.waiting.append(job)
+        self._start_prefill(engine)
+
+    def _start_prefill(self, engine: SimEngine) -> None:
+        done_s = engine.start_prefill(self.now_s)
+        if done_s is not None:
+            self.at(done_s, lambda: self._prefilled(engine))
+
+    def _prefilled(self, engine: SimEngine) -> None:
+        job = engine.end_prefill()
+        host = job.host
+        if host is None:
+            raise RuntimeError("a prefill without a host")
+        self._start_prefill(engine)
+        if host is engine:
+            self._first_token(job, host)
+            return
+        self.router.prefill_done(job.ticket, self.now_s, job.cached_tokens)
+        held = min(host.cache.match(job.call.keys) * host.block_tokens, job.call.prompt_tokens)
+        transfer_s = (job.call.prompt_tokens - held) / host.rates.transfer_tokens_per_s
+        self.at(self.now_s + transfer_s, lambda: self._first_token(job, host))
+
+    def _first_token(self, job: Job, host: SimEngine) -> None:
+        job.first_token_s = self.now_s
+        host.cache.use(job.call.keys)
+        self.router.first_token(job.ticket, self.now_s)
+        self.at(host.start_decode(job, self.now_s), lambda: self._finished(job, host))
+
+    def _finished(self, job: Job, host: SimEngine) -> None:
+        host.end_decode(job)
+        call = job.call
+        self.router.finished(
+            job.ticket,
+            self.now_s,
+            prompt_tokens=call.prompt_tokens,
+            cached_tokens=job.cached_tokens,
+            output_tokens=call.output_tokens,
+            ok=True,
+        )
+        del self._jobs[job.ticket]
+        self._record(job, host)
+        run = self._lanes[job.lane]
+        if not self.workload.closed:
+            return
+        done = run.next_call - 1
+        for follower in run.followers.pop(done, []):
+            self._arrive_at(self.now_s + self._lanes[follower].lane.calls[0].wait_s, follower)
+        if run.next_call < len(run.lane.calls):
+            self._arrive_at(self.now_s + run.lane.calls[run.next_call].wait_s, job.lane)
+
+    def _record(self, job: Job, host: SimEngine) -> None:
+        decision = job.ticket.decision
+        if decision is None:
+            return
+        output = job.call.output_tokens
+        decode_s = self.now_s - job.first_token_s
+        stretched = host.stretched(job.first_token_s, self.now_s)
+        self.samples.add(
+            Sample(
+                arrived_s=job.arrived_s,
+                ttft_s=job.first_token_s - job.arrived_s + job.rtt_s,
+                prompt_tokens=job.call.prompt_tokens,
+                cached_tokens=job.cached_tokens,
+                moved=decision.word not in (Word.HOME, Word.PLACED),
+                crossed=False,
+            )
+        )
+        self.samples.gaps(job.arrived_s, decode_s / max(output, 1), output, stretched)
+        if self._requests % 64 == 0:
+            oldest = min((other.first_token_s or other.arrived_s for other in self._jobs.values()), default=self.now_s)
+            for engine in self.engines.values():
+                engine.forget_before(oldest)
+
+
+def _engines(cluster: Cluster, policy: str, seed: int) -> dict[str, SimEngine]:
+    rng = Random(seed + 7919)
+    blocks = cluster.cache_tokens // cluster.block_tokens
+    names = _names(cluster)
+    shared = PrefixLru(blocks * len(names)) if policy == ONE_CACHE else None
+    engines = {}
+    for name, _ in names:
+        rates = cluster.rates
+        if cluster.noise:
+            rates = replace(rates, tokens_per_s=rates.tokens_per_s * (1 + cluster.noise * rng.uniform(-1, 1)))
+        engines[name] = SimEngine(
+            name,
+            rates,
+            shared or PrefixLru(blocks),
+            cluster.block_tokens,
+            cluster.chunk_tokens,
+            cluster.noise,
+            Random(rng.random()),
+        )
+    return engines
+
+
+def _names(cluster: Cluster) -> list[tuple[str, str]]:
+    if cluster.prefill_replicas:
+        return [(f"p{n}", "prefill") for n in range(cluster.prefill_replicas)] + [
+            (f"d{n}", "decode") for n in range(cluster.decode_replicas)
+        ]
+    return [(f"e{n}", "mixed") for n in range(cluster.replicas)]
+
+
+def _specs(cluster: Cluster, engines: dict[str, SimEngine]) -> list[PlaceSpec]:
+    split = bool(cluster.prefill_replicas)
+    return [
+        PlaceSpec(
+            name=name,
+            backend=name,
+            role=role,  # type: ignore[arg-type]
+            models=frozenset({MODEL}),
+            kv_transfer="nixl" if split else "none",
+            rates=cluster.rates,
+            kv_capacity_tokens=cluster.cache_tokens,
+        )
+        for name, role in _names(cluster)
+    ]
+
+
+def call_count(workload: Workload) -> int:
+    """Requests of a workload."""
+    return workload.calls
+
+
+__all__ = ["MODEL", "ONE_CACHE", "Call", "Simulation"]
