@@ -47,13 +47,13 @@ lint: install ## ruff and mypy --strict
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 bench: install ## the figures in the README
-	@$(BIN)/python bench/run.py $(ARGS)
+	@$(BIN)/python -m bench.run $(ARGS)
 
 bench-routing: install ## routing policies and peers' rules on traces
-	@$(BIN)/python bench/routing.py $(ARGS)
+	@$(BIN)/python -m bench.routing $(ARGS)
 
 bench-agents: install ## real agent sessions through SDK, proxy and real engines, whole
-	@$(BIN)/python bench/agents.py $(ARGS)
+	@$(BIN)/python -m bench.agents $(ARGS)
 
 constraints: install ## renew the exact versions
 	@$(BIN)/uv pip compile pyproject.toml --extra dev --universal --generate-hashes --no-header --no-annotate \

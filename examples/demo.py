@@ -31,6 +31,7 @@ class Fleet:
 
     base_url: str
     model: str
+    engines: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def fleet(*options: str) -> Iterator[Fleet]:
         if not line:
             raise DemoError(f"the engines did not come up (`homeport up` exited with {process.wait()})")
         ready = json.loads(line)
-        yield Fleet(ready["base_url"], ready["model"])
+        yield Fleet(ready["base_url"], ready["model"], tuple(engine["url"] for engine in ready["backends"]))
     finally:
         process.send_signal(signal.SIGINT)
         try:
