@@ -176,6 +176,10 @@ class HostTier:
             self._on_evict(gone)
         return new and self.capacity > 0
 
+    def resident(self) -> list[Key]:
+        """Everything that is here, the least recently used first."""
+        return list(self._kept)
+
     def touch(self, key: Key) -> None:
         """Mark a block as used."""
         if key in self._kept:
