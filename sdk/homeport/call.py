@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -30,7 +30,7 @@ class Settings:
     """How a client was attached."""
 
     mode: Mode = "stabilise"
-    session: Session | None = None
+    session: Session | Callable[[], Session | None] | None = None
     profile: str | None = None
     tool_order: ToolOrder = "sorted"
     namespace: str = ""
@@ -122,7 +122,8 @@ def plan(wire: Wire, settings: Settings) -> tuple[Sent, Call] | None:
 
 
 def _session(api: Api, body: Body, headers: Mapping[str, str], settings: Settings) -> Session:
-    opened = settings.session or current()
+    fixed = settings.session
+    opened = current() or (fixed if isinstance(fixed, Session) or fixed is None else fixed())
     if opened is not None:
         return opened
     own = next((headers[name] for name in sorted(CALLER_HEADERS & headers.keys()) if headers[name]), None)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, TypeVar, cast
 
 from homeport.call import Call, Mode, Settings, Wire, answered, plan
 from homeport.failures import failed
@@ -236,24 +236,37 @@ def _wrap(inner: object, module: ModuleType, is_async: bool, settings: Settings)
 # --- for users -------------------------------------------------------------------------------------------------------
 
 
-def _settings(
-    mode: Mode, session: str | Session | None, profile: str | None, tool_order: ToolOrder, namespace: str
-) -> Settings:
+Who: TypeAlias = "str | Session | Callable[[], Session | None]"
+"""A session: its id, itself, or a function that is asked at each request."""
+
+
+def _settings(mode: Mode, session: Who | None, profile: str | None, tool_order: ToolOrder, namespace: str) -> Settings:
     if mode not in ("observe", "hint", "stabilise"):
         raise ValueError(f"mode must be observe, hint or stabilise, not {mode!r}")
     if tool_order not in ("sorted", "caller"):
         raise ValueError(f"tool_order must be sorted or caller, not {tool_order!r}")
     if profile is not None:
         named(profile)  # an unknown name fails here and not on the first request
-    fixed = as_session(session, namespace=namespace) if session is not None else None
-    return Settings(mode, fixed, profile, tool_order, namespace)
+    if isinstance(session, str):
+        session = as_session(session, namespace=namespace)
+    return Settings(mode, session, profile, tool_order, namespace)
+
+
+class Options(TypedDict, total=False):
+    """The options of :func:`attach`, for functions that pass them on."""
+
+    mode: Mode
+    session: Who | None
+    profile: str | None
+    tool_order: ToolOrder
+    namespace: str
 
 
 def attach(
     client: ClientT,
     *,
     mode: Mode = "stabilise",
-    session: str | Session | None = None,
+    session: Who | None = None,
     profile: str | None = None,
     tool_order: ToolOrder = "sorted",
     namespace: str = "",
@@ -262,7 +275,8 @@ def attach(
 
     ``mode``: ``observe`` only measures, bytes stay as they are; ``hint`` adds session headers, cache keys and
     ``stream_options.include_usage``; ``stabilise`` also freezes tool order and definitions and declared volatile text.
-    ``session``: for every request of this client, where no block is open around the calls (plain threads).
+    ``session``: for requests around which no block is open (plain threads): an id, a session, or a function that is
+    asked at each request.
     ``profile``: a harness by name; default: recognised for certain or none. ``tool_order``: ``caller`` keeps the
     caller's order on first sight. ``namespace``: keeps ids of different users apart.
 
@@ -287,7 +301,7 @@ def transport(
     inner: object = None,
     *,
     mode: Mode = "stabilise",
-    session: str | Session | None = None,
+    session: Who | None = None,
     profile: str | None = None,
     tool_order: ToolOrder = "sorted",
     namespace: str = "",
@@ -303,7 +317,7 @@ def async_transport(
     inner: object = None,
     *,
     mode: Mode = "stabilise",
-    session: str | Session | None = None,
+    session: Who | None = None,
     profile: str | None = None,
     tool_order: ToolOrder = "sorted",
     namespace: str = "",
