@@ -124,6 +124,8 @@ class Exchange:
     # place
     ticket: Ticket | None = None
     decision: Decision | None = None
+    cache: str | None = None
+    """Whether the session's prefix was resident when the request came, as ``x-homeport-cache`` says it."""
     queued_s: float = 0.0
     decide_s: float = 0.0
     """Seconds spent in late binding, and seconds the decision itself took."""
@@ -144,6 +146,8 @@ class Exchange:
     chunks: int = 0
     """Stream chunks relayed after the first token; each gap between them goes to ``account.gap`` as it happens."""
     response_bytes: int = 0
+    response_id: str | None = None
+    """The id of a Responses answer, by which later requests name it."""
 
     # account
     usage: TokenUsage = field(default_factory=TokenUsage)

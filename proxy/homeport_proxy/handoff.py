@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import cast
 
-import msgspec
-
 from homeport.fingerprint import Api, JsonValue
 from homeport_engines.base import BodyEdits, HandoffParams, KvTransfer, Leg
 from homeport_engines.base import Handoff as Pair
@@ -28,13 +26,14 @@ from homeport_proxy.config import Timeouts
 from homeport_proxy.downstream import Downstream
 from homeport_proxy.engines import Engine, Engines
 from homeport_proxy.errors import no_backend, upstream_error, upstream_timeout
-from homeport_proxy.exchange import Exchange, LegRecord, State
+from homeport_proxy.exchange import Exchange, LegRecord, State, TokenUsage
 from homeport_proxy.health import Health, Part
 from homeport_proxy.job import Job
 from homeport_proxy.patience import Patience
 from homeport_proxy.placer import Placer
 from homeport_proxy.relay import Plan, Refused, Relay
 from homeport_proxy.routing.views import Decision, Ticket
+from homeport_proxy.splice import NotAnObjectError, document_of
 from homeport_proxy.upstream import Collector, Connection, Head, RawHeaders, Receiver, UpstreamError
 
 REFUSALS = frozenset({429, 502, 503})
@@ -231,8 +230,8 @@ class Attempt:
         if head.status >= 400:
             raise PrefillFailedError(f"{engine.place} answered {head.status}", Refused(head, body))
         try:
-            return msgspec.json.decode(body, type=dict[str, JsonValue])
-        except (msgspec.DecodeError, msgspec.ValidationError):
+            return document_of(body)
+        except NotAnObjectError:
             raise PrefillFailedError(f"prefill on {engine.place} answered something else than JSON") from None
 
     async def _collect(self, engine: Engine, leg: Leg, record: LegRecord) -> tuple[Head, bytes]:
@@ -331,6 +330,7 @@ class Attempt:
                 patience.stop()
             self._open.pop(connection, None)
             self._decoding = None
+            _take_usage(self._exchange, relay)
             if isinstance(result, UpstreamError):
                 if _stale(connection, result) and not fresh:
                     self._tell(record, "serve", Result.NEUTRAL)
@@ -504,6 +504,12 @@ def _give_up(exchange: Exchange, downstream: Downstream, refusal: Refused | None
     if fault.timed_out:
         raise upstream_timeout(f"The engine gave no answer in time: {fault}.")
     raise upstream_error(f"The engine failed: {fault}.", may_be_generating=False)
+
+
+def _take_usage(exchange: Exchange, relay: Relay) -> None:
+    usage = relay.meter.usage
+    if usage.reported:
+        exchange.usage = TokenUsage(usage.input_tokens, usage.cached_tokens, usage.output_tokens)
 
 
 def _stale(connection: Connection, fault: UpstreamError) -> bool:

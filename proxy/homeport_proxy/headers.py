@@ -102,7 +102,7 @@ def to_client(
     return kept
 
 
-def of_exchange(exchange: Exchange, *, cache: str | None = None) -> dict[str, str]:
+def of_exchange(exchange: Exchange) -> dict[str, str]:
     """What Homeport tells about an answer; figures that are not known are left out."""
     added = {"x-homeport-request-id": exchange.request_id, "x-request-id": exchange.request_id}
     if exchange.api in ("messages", "count_tokens"):
@@ -128,8 +128,8 @@ def of_exchange(exchange: Exchange, *, cache: str | None = None) -> dict[str, st
         added["x-homeport-reason"] = _plain(decision.reason)
         if decision.expected_cached_tokens is not None:
             added["x-homeport-expected-cached-tokens"] = str(decision.expected_cached_tokens)
-    if cache is not None:
-        added["x-homeport-cache"] = cache
+    if exchange.cache is not None:
+        added["x-homeport-cache"] = exchange.cache
     added["server-timing"] = server_timing(exchange)
     return added
 

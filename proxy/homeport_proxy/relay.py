@@ -222,6 +222,15 @@ class Relay:
         self._down.write(half + stream_frame(error, self._plan.api.name, self._exchange.request_id))
         self._down.end()
 
+    def _learn_id(self, document: bytes) -> None:
+        """A Responses answer may be named by later requests."""
+        if self._plan.api.name == "responses":
+            fields = parse(document)
+            response = fields.get("response") or fields
+            found = response.get("id") if isinstance(response, dict) else None
+            if isinstance(found, str):
+                self._exchange.response_id = found
+
     # streams
 
     def _on_stream(self, data: bytes) -> None:
@@ -263,6 +272,7 @@ class Relay:
         plan = self._plan
         fixed = data
         if b'"usage"' in data:
+            self._learn_id(data)
             if plan.fix_usage:
                 fixed = plan.api.fix_usage(fixed, plan.cached())
             if self.meter.feed(fixed) and plan.hide_usage:
@@ -315,6 +325,7 @@ class Relay:
             except (ValueError, TypeError, AttributeError, KeyError):
                 pass  # not the shape this API promises: it passes as it is
             self.meter.feed(body)
+            self._learn_id(body)
         self._start(len(body))
         self._write(body)
 

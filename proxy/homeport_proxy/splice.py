@@ -6,11 +6,14 @@ here ever serialises a value it was not asked to set.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+
+from homeport.fingerprint import JsonValue
 
 _WS = re.compile(rb"[ \t\n\r]*")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -40,8 +43,30 @@ def raw_members(body: bytes | memoryview) -> dict[str, msgspec.Raw]:
     """
     try:
         return _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise NotAnObjectError(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        why = str(error)
+    # half a surrogate pair (a client cut a string in an emoji) and NaN: engines take what Python's parser takes
+    data = bytes(body)
+    try:
+        if not isinstance(json.loads(data), dict):
+            raise NotAnObjectError(why)
+        return {member.key: msgspec.Raw(data[member.value_start : member.value_end]) for member in _scan(data)}
+    except (ValueError, RecursionError):
+        raise NotAnObjectError(why) from None
+
+
+def document_of(body: bytes) -> dict[str, JsonValue]:
+    """The whole object decoded. Raises :class:`NotAnObjectError`."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise NotAnObjectError(str(error)) from None
+    if not isinstance(value, dict):
+        raise NotAnObjectError("not an object")
+    return value
 
 
 def members(body: bytes, raws: Mapping[str, msgspec.Raw] | None = None) -> list[Member]:
@@ -92,7 +117,7 @@ def _scan(body: bytes) -> list[Member]:
             return found
         value_start = _skip(body, _skip(body, match.end()) + 1)
         value_end = _value_end(body, value_start)
-        key = msgspec.json.decode(match.group(), type=str)
+        key = json.loads(match.group())
         found.append(Member(key, key_start, value_start, value_end))
         position = _skip(body, value_end)
         if body[position : position + 1] != b",":

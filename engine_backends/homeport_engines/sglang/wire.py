@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from homeport.fingerprint import Api, JsonValue
 from homeport_engines import capabilities
-from homeport_engines.base import BodyEdits, Handoff, HandoffParams, Leg
+from homeport_engines.base import BodyEdits, Handoff, HandoffParams, KvTransfer, Leg
 from homeport_engines.vllm.wire import prompt_and_cached
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -22,7 +22,7 @@ def room(transfer_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(transfer_id.encode(), digest_size=8).digest()) >> 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bootstrap:
     """Both engines get the client's body plus the same three members; the prefill leg's answer is read and dropped.
 
@@ -58,4 +58,4 @@ def _members(handoff: Handoff) -> dict[str, JsonValue]:
     }
 
 
-TRANSFERS: Mapping[str, Bootstrap] = {"bootstrap": Bootstrap()}
+TRANSFERS: Mapping[str, KvTransfer] = {"bootstrap": Bootstrap()}

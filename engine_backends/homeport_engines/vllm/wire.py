@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from homeport.fingerprint import Api, JsonValue
 from homeport_engines import capabilities
-from homeport_engines.base import BodyEdits, Handoff, HandoffParams, Leg
+from homeport_engines.base import BodyEdits, Handoff, HandoffParams, KvTransfer, Leg
 
 NIXL_LEASE_S = 30.0
 """vLLM's default ``kv_lease_duration``: how long a prefill engine holds blocks nobody has fetched."""
@@ -69,7 +69,7 @@ def _holds_blocks(ids: JsonValue) -> bool:
     return any(bool(item) if isinstance(item, list) else True for item in ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Nixl:
     """NixlConnector (pull) and NixlPushConnector: prefill first, its answer's parameters go to one decode request."""
 
@@ -101,7 +101,7 @@ class Nixl:
         return capabilities.refuses(self.name, api, body)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Mooncake:
     """MooncakeConnector: both legs at once, bound by a transfer id that the proxy mints; no parameters come back.
 
@@ -148,7 +148,7 @@ class Mooncake:
         return capabilities.refuses(self.name, api, body)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Store:
     """Connectors with a shared store: the prefill engine fills it, the decode engine looks blocks up by hash."""
 
@@ -170,7 +170,7 @@ class Store:
         return capabilities.refuses(self.name, api, body)
 
 
-TRANSFERS: Mapping[str, Nixl | Mooncake | Store] = {
+TRANSFERS: Mapping[str, KvTransfer] = {
     "nixl": Nixl(),
     "nixl-push": Nixl("nixl-push"),
     "mooncake": Mooncake(),

@@ -1,0 +1,298 @@
+"""Who is speaking: the session key of a request, its parent, and whether it is a side request.
+
+The first of these names the session: a session header, ``metadata.session_id``, Claude Code's ``metadata.user_id``;
+then keys that often stand for many conversations (``prompt_cache_key``, ``conversation``, ``user``), which count only
+while one conversation uses them; then the conversation itself, found again by the longest known chain of its messages.
+Keys are namespaced by tenant and model and leave this module only as digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, cast
+
+import msgspec
+
+from homeport import fingerprint
+from homeport.fingerprint import Api, JsonValue
+from homeport_proxy.exchange import GENERATING, Exchange, Identity
+from homeport_proxy.routing.views import Kind
+
+PARENT_HEADERS = (
+    "x-parent-session-affinity",
+    "x-parent-session-id",
+    "x-codex-parent-thread-id",
+    "x-dynamo-parent-session-id",
+)
+SHARED_KEYS = ("prompt_cache_key", "promptCacheKey", "conversation", "user")
+"""Body members that are often one value for many conversations."""
+
+_CLAUDE_USER = re.compile(r"user_[0-9a-fA-F]+_account_.*_session_([0-9A-Za-z-]+)")
+_KINDS: Mapping[str, Kind] = {"main": "main", "side": "side", "subagent": "subagent"}
+_T = TypeVar("_T")
+
+
+class Bounded(Generic[_T]):
+    """A mapping that forgets what was longest unused once it holds ``limit`` entries."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._items: OrderedDict[bytes, _T] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, key: bytes) -> _T | None:
+        """The entry, now the most recently used; None when it is not known."""
+        item = self._items.get(key)
+        if item is not None:
+            self._items.move_to_end(key)
+        return item
+
+    def put(self, key: bytes, item: _T) -> None:
+        """Remember an entry."""
+        self._items[key] = item
+        self._items.move_to_end(key)
+        if len(self._items) > self._limit:
+            self._items.popitem(last=False)
+
+
+@dataclass(slots=True)
+class _Link:
+    """One point of a known conversation: its session, whether a request ended here, whether one went on from here."""
+
+    session: bytes
+    tip: bool = False
+    continued: bool = False
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What a session's requests looked like: system prompts of those with tools, and of those without."""
+
+    with_tools: set[bytes] = field(default_factory=set)
+    without: set[bytes] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A key as found: where, its bytes within the namespace, and its parent's."""
+
+    source: str
+    key: bytes
+    parent: bytes | None = None
+    kind: Kind = "main"
+
+
+class Identities:
+    """Finds session keys; remembers conversations for as many sessions as ``max_sessions`` allows."""
+
+    def __init__(self, headers: Sequence[str], max_sessions: int = 100_000) -> None:
+        self._headers = tuple(headers)
+        self._links: Bounded[_Link] = Bounded(max_sessions * 8)
+        self._shared: Bounded[bytes] = Bounded(max_sessions)
+        self._shapes: Bounded[_Shape] = Bounded(max_sessions)
+
+    def reconfigure(self, headers: Sequence[str]) -> None:
+        """Take a reloaded file's list of headers."""
+        self._headers = tuple(headers)
+
+    @property
+    def remembered(self) -> int:
+        """Entries held, over all tables."""
+        return len(self._links) + len(self._shared) + len(self._shapes)
+
+    def identify(self, exchange: Exchange, body: Mapping[str, JsonValue]) -> Identity:
+        """The identity of a request; ``body`` is its decoded document."""
+        namespace = f"{exchange.caller.name}\0{exchange.model}\0".encode()
+        found = self._named(exchange, body)
+        if found is None:
+            found = self._shared_or_inferred(exchange, body, namespace)
+        key = namespace + found.key
+        session = digest(key)
+        hinted = _first(exchange.headers, PARENT_HEADERS)
+        parent = (
+            namespace + _utf8(hinted[1]) if hinted is not None else namespace + found.parent if found.parent else None
+        )
+        kind = self._kind(exchange, body, found, key, hinted is not None)
+        return Identity(
+            session=session,
+            source=found.source,
+            kind=kind,
+            parent=digest(parent) if parent is not None and parent != key else None,
+            final=exchange.headers.get("x-homeport-final") == "1",
+        )
+
+    # keys that are given
+
+    def _named(self, exchange: Exchange, body: Mapping[str, JsonValue]) -> _Found | None:
+        headers = exchange.headers
+        given = _first(headers, self._headers)
+        if given is None:
+            given = _in_metadata(body.get("metadata"))
+        if given is None:
+            return None
+        source, value = given
+        agent = headers.get("x-claude-code-agent-id")
+        thread = headers.get("thread-id")
+        if not agent and thread and thread != headers.get("session-id") and "session-id" in headers:
+            agent = thread
+        key = _utf8(value)
+        return _Found(source, key) if not agent else _Found(source, key + b"\0agent\0" + _utf8(agent), key, "subagent")
+
+    # keys that many conversations may share, and none at all
+
+    def _shared_or_inferred(self, exchange: Exchange, body: Mapping[str, JsonValue], namespace: bytes) -> _Found:
+        shared = next(((name, value) for name in SHARED_KEYS if (value := _shared_value(body.get(name)))), None)
+        if exchange.api not in GENERATING:
+            return _Found(shared[0], _utf8(shared[1])) if shared else _Found("request", exchange.body[:65_536])
+        try:
+            mark = fingerprint.identity(cast("Api", exchange.api), body)
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            return _Found(shared[0], _utf8(shared[1])) if shared else _Found("request", _short(exchange.body))
+        if shared is None:
+            key, parent = self._conversation(namespace, mark, mark.head)
+            return _Found("conversation", b"\0conversation\0" + key, b"\0conversation\0" + parent if parent else None)
+        name, value = shared
+        scope = namespace + b"\0shared\0" + _utf8(value) + b"\0"
+        first = self._shared.get(scope)
+        key, parent = self._conversation(scope, mark, mark.head)
+        if first is None:
+            self._shared.put(scope, key)
+            first = key
+        # the first conversation keeps the bare key; any other one is told apart by its head
+        own = _utf8(value) if key == first else _utf8(value) + b"\0head\0" + key
+        return _Found(name, own, _utf8(value) if parent == first and key != first else None)
+
+    def _conversation(self, scope: bytes, mark: fingerprint.Identity, head: bytes) -> tuple[bytes, bytes | None]:
+        """The conversation that this request continues, and the one it branched off, if it did.
+
+        A request that goes on from where another request ended, after a third one already did so differently, is a
+        branch of its own: parallel runs from one prompt are separate sessions.
+        """
+        chain = [_short(scope + link) for link in mark.chain]
+        depth, link = self._longest(chain)
+        parent: bytes | None = None
+        if link is None:
+            session = head
+        elif depth == len(chain) - 1 or not (link.tip and link.continued):
+            session = link.session
+        else:
+            session, parent = chain[depth + 1], link.session
+        if link is not None and depth < len(chain) - 1:
+            link.continued = True
+        for index in range(len(chain)):
+            known = self._links.get(chain[index])
+            if known is None:
+                known = _Link(session)
+                self._links.put(chain[index], known)
+            if index == len(chain) - 1:
+                known.tip = True
+        return session, parent
+
+    def _longest(self, chain: Sequence[bytes]) -> tuple[int, _Link | None]:
+        for index in range(len(chain) - 1, -1, -1):
+            link = self._links.get(chain[index])
+            if link is not None:
+                return index, link
+        return -1, None
+
+    # side requests
+
+    def _kind(
+        self, exchange: Exchange, body: Mapping[str, JsonValue], found: _Found, key: bytes, has_parent: bool
+    ) -> Kind:
+        given = _KINDS.get(exchange.headers.get("x-homeport-kind", "").lower())
+        if given is not None and given != "main":
+            return given
+        tools = bool(body.get("tools"))
+        system = _system_digest(exchange.api, body)
+        shape = self._shapes.get(_short(key))
+        if shape is None:
+            shape = _Shape()
+            self._shapes.put(_short(key), shape)
+        mains = shape.with_tools or shape.without
+        by_key = found.source != "conversation"
+        if (
+            given is None
+            and by_key
+            and not tools
+            and mains
+            and system not in mains
+            and (shape.with_tools or any(mains))
+        ):
+            return "side"
+        seen = shape.with_tools if tools else shape.without
+        if len(seen) < 16:
+            seen.add(system)
+        return given or ("subagent" if has_parent else found.kind)
+
+
+def digest(key: bytes) -> str:
+    """The opaque name of a session key: 32 hexadecimal digits."""
+    return hashlib.blake2b(key, person=b"homeport-session", digest_size=16).hexdigest()
+
+
+def _short(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _first(headers: Mapping[str, str], names: Sequence[str]) -> tuple[str, str] | None:
+    for name in names:
+        value = headers.get(name)
+        if value and value.strip():
+            return name, value.strip()
+    return None
+
+
+def _in_metadata(metadata: JsonValue) -> tuple[str, str] | None:
+    if not isinstance(metadata, dict):
+        return None
+    session = metadata.get("session_id")
+    if isinstance(session, str) and session:
+        return "metadata.session_id", session
+    user = metadata.get("user_id")
+    session = _claude_session(user) if isinstance(user, str) else None
+    return ("metadata.user_id", session) if session else None
+
+
+def _claude_session(user_id: str) -> str | None:
+    """The session in Claude Code's ``metadata.user_id``: ``user_<hex>_account_<id>_session_<uuid>``, or a JSON string
+    with ``session_id``."""
+    match = _CLAUDE_USER.fullmatch(user_id)
+    if match is not None:
+        return match.group(1)
+    if user_id.lstrip().startswith("{"):
+        try:
+            fields = json.loads(user_id)
+        except ValueError:
+            return None
+        session = fields.get("session_id") if isinstance(fields, dict) else None
+        return session if isinstance(session, str) and session else None
+    return None
+
+
+def _shared_value(value: JsonValue) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("id")  # Responses: conversation may be an object
+    return value if isinstance(value, str) and value else None
+
+
+def _system_digest(api: str, body: Mapping[str, JsonValue]) -> bytes:
+    """A digest of the system prompt; empty when there is none."""
+    parts: list[JsonValue] = [body[name] for name in ("system", "instructions") if body.get(name)]
+    listed = body.get("messages") if api != "responses" else body.get("input")
+    for message in listed if isinstance(listed, list) else ():
+        if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
+            break
+        parts.append(message.get("content"))
+    return _short(msgspec.json.encode(parts)) if parts else b""

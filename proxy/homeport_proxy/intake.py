@@ -1,0 +1,58 @@
+"""A client's body, read whole and bounded, with ``Expect: 100-continue`` answered."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from homeport_proxy.errors import invalid_request, request_too_large
+
+DRAIN_BYTES = 16 * 1024 * 1024
+DRAIN_S = 5.0
+
+
+async def read_body(request: web.BaseRequest, limit_bytes: int) -> bytes:
+    """The whole body. Raises ProxyError 413 above the limit, after reading on for a bounded rest.
+
+    A client that writes its whole body before it reads would otherwise meet a closed connection instead of the 413.
+    """
+    expect = request.headers.get("expect", "").lower()
+    declared = request.content_length
+    if expect and expect != "100-continue":
+        raise invalid_request(f"`Expect: {expect}` cannot be met; leave the header out", status=417)
+    if not request.body_exists:
+        return b""
+    if declared is not None and declared > limit_bytes:
+        if not expect:
+            await _drain(request)
+        raise request_too_large(limit_bytes)
+    if expect and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return await _read(request, limit_bytes)
+
+
+async def _read(request: web.BaseRequest, limit_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    try:
+        while data := await request.content.readany():
+            parts.append(data)
+            size += len(data)
+            if size > limit_bytes:
+                parts.clear()
+                await _drain(request)
+                raise request_too_large(limit_bytes)
+    except web.RequestPayloadError as error:
+        raise invalid_request(f"The body cannot be read: {error}.") from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _drain(request: web.BaseRequest) -> None:
+    left = DRAIN_BYTES
+    try:
+        async with asyncio.timeout(DRAIN_S):
+            while left > 0 and (data := await request.content.readany()):
+                left -= len(data)
+    except (TimeoutError, web.RequestPayloadError):
+        return

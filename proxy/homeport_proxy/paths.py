@@ -1,0 +1,36 @@
+"""Request targets: normalised before anything is decided by them, so that no spelling slips past a rule."""
+
+from __future__ import annotations
+
+import fnmatch
+import posixpath
+from collections.abc import Iterable
+from urllib.parse import quote, unquote_to_bytes, urlsplit
+
+_SAFE = "/:@!$&'()*+,;=~-._"
+
+
+def split_target(target: str) -> tuple[str, str]:
+    """(normalised path, query with its ``?`` or empty) of a request line's target, absolute form included."""
+    if not target.startswith("/"):
+        parts = urlsplit(target)
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    path, mark, query = target.partition("?")
+    return normalise(path), mark + query
+
+
+def normalise(path: str) -> str:
+    """Percent-encoding undone, dot segments and empty segments resolved; decoded, without a trailing slash."""
+    decoded = unquote_to_bytes(path).decode("utf-8", "replace").replace("\\", "/")
+    return posixpath.normpath("/" + decoded.lstrip("/"))
+
+
+def on_the_wire(path: str) -> str:
+    """A normalised path as it is sent to an engine."""
+    return quote(path, safe=_SAFE)
+
+
+def denied(path: str, patterns: Iterable[str]) -> bool:
+    """Whether a normalised path below ``/v1/`` matches a pattern of the deny-list."""
+    below = path.removeprefix("/v1/")
+    return any(fnmatch.fnmatchcase(below, pattern) for pattern in patterns)

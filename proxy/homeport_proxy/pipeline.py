@@ -1,0 +1,361 @@
+"""The way of a request: arrive, identify, admit, locate, place, hand off, relay, account. It never turns back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import msgspec
+from aiohttp import web
+
+from homeport import fingerprint
+from homeport.fingerprint import Api, JsonValue
+from homeport_engines import capabilities
+from homeport_engines.registry import transfer_of
+from homeport_proxy import handoff, paths, peering
+from homeport_proxy.api import of_path
+from homeport_proxy.api.base import ClientApi, is_internal
+from homeport_proxy.control import Control
+from homeport_proxy.downstream import Downstream, RawResponse
+from homeport_proxy.engines import Engines
+from homeport_proxy.errors import ProxyError, invalid_request, model_not_found, no_backend, overloaded, render
+from homeport_proxy.exchange import Exchange, Identity
+from homeport_proxy.headers import of_exchange, usable_request_id
+from homeport_proxy.identity import Identities
+from homeport_proxy.intake import read_body
+from homeport_proxy.job import Job
+from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, Word
+from homeport_proxy.splice import NotAnObjectError, document_of, edit, raw_members
+from homeport_proxy.stored import StoredResponses
+
+log = logging.getLogger(__name__)
+
+BLOCK_CHARS = 512
+EXPECTED_OUTPUT_TOKENS = 256
+
+
+class Pipeline:
+    """Serves every request that goes to an engine. One per process."""
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+        self.engines = Engines(control.fleet)
+        self.identities = Identities(control.config.affinity.headers, control.config.affinity.max_sessions)
+        self.stored = StoredResponses()
+        self.desk = handoff.Desk(
+            engines=self.engines,
+            health=control.health,
+            placer=control.placer,
+            timeouts=lambda: control.config.timeouts,
+            on_gap=control.account.gap,
+        )
+
+    async def close(self) -> None:
+        """Wait for what frees KV on engines, then close all connections."""
+        await self.desk.orphans.close()
+        self.engines.close()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One request, from its head to its books."""
+        exchange = arrive(request)
+        down = Downstream(request)
+        try:
+            await self._serve(exchange, request, down)
+        except ProxyError as error:
+            self._refuse(exchange, down, error)
+        except asyncio.CancelledError:
+            exchange.error = "client_closed"
+            raise
+        except ConnectionError:
+            exchange.error = "client_closed"
+        except Exception:
+            log.exception("request %s failed inside the proxy", exchange.request_id)
+            self._refuse(exchange, down, ProxyError(500, "internal", "The proxy failed; its log has the reason."))
+        finally:
+            exchange.ended_s = asyncio.get_running_loop().time()
+            exchange.response_bytes = down.body_bytes
+            self.control.account.done(exchange)
+        return RawResponse(down)
+
+    async def _serve(self, exchange: Exchange, request: web.BaseRequest, down: Downstream) -> None:
+        config = self.control.config
+        exchange.caller = self.control.admission.caller(request.headers)
+        if paths.denied(exchange.path, config.passthrough.deny):
+            raise invalid_request(f"{exchange.path} is not open to clients of this proxy", status=404)
+        if self.control.stopping:
+            raise overloaded("The proxy is stopping; send the request to another one.")
+        exchange.body = await read_body(request, config.limits.body_bytes)
+        job = self._understand(exchange, request)
+        self._identify(exchange, job)
+        async with self.control.admission.enter(exchange):
+            await self._locate_and_answer(exchange, job, down)
+
+    # understand and identify
+
+    def _understand(self, exchange: Exchange, request: web.BaseRequest) -> Job:
+        """The request in wire terms: which model, streamed or not, and what every engine's copy needs changed."""
+        api = of_path(exchange.path)
+        job = Job(
+            api,
+            exchange.method,
+            paths.on_the_wire(exchange.path) + exchange.query,
+            request.raw_headers,
+            exchange.body,
+            drop_credentials=not self.control.admission.open,
+        )
+        if exchange.body.lstrip(b" \t\r\n").startswith(b"{") or api.name != "other":
+            _read_members(exchange, job)
+        exchange.model = self._resolve_model(exchange, job)
+        if job.raws is not None:
+            _plan_edits(exchange, job)
+        return job
+
+    def _resolve_model(self, exchange: Exchange, job: Job) -> str:
+        document = exchange.document or {}
+        asked = document.get("model")
+        fleet = self.control.fleet
+        if not isinstance(asked, str) or not asked:
+            known = fleet.models()
+            if job.api.name in ("other", "tokenize") or len(known) == 1:
+                return known[0] if known else ""
+            raise invalid_request("`model` is missing; name one of: " + ", ".join(known[:20]), "model")
+        model = self.control.config.model(asked)
+        if model is None:
+            raise model_not_found(asked, fleet.models())
+        known = fleet.models()
+        asked_all = all(member.models is not None for member in fleet.members.values())
+        if not self.control.config.models and asked_all and known and asked not in known:
+            raise model_not_found(asked, known)
+        if model.name != asked:
+            job.put["model"] = model.name
+        return model.name
+
+    def _identify(self, exchange: Exchange, job: Job) -> None:
+        document = exchange.document
+        longest = self.control.fleet.max_model_len(exchange.model)
+        estimate = self.control.account.bytes_per_token.tokens(exchange.model, len(exchange.body))
+        # a guess must never refuse what the engine might take
+        exchange.prompt_tokens_estimate = estimate if longest is None else min(estimate, longest - 1)
+        if not job.api.generates or document is None:
+            return
+        exchange.identity = self.identities.identify(exchange, document)
+        try:
+            blocks = fingerprint.text_blocks(cast("Api", exchange.api), document, BLOCK_CHARS)
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            return  # not the shape this API promises: the engine will say so
+        exchange.prefix = PrefixKeys(blocks, BLOCK_CHARS)
+
+    # locate, place, answer
+
+    async def _locate_and_answer(self, exchange: Exchange, job: Job, down: Downstream) -> None:
+        located = self.control.regions.locate(exchange)
+        if located is None:
+            raise no_backend("No region that may serve this request is usable.")
+        exchange.region, exchange.region_reason = located.region, located.reason or None
+        if located.peer is not None:
+            if await peering.answer(self.desk, self.control.regions, exchange, job, down, located.peer):
+                return
+            exchange.peer_region = False
+            exchange.region = self.control.config.region
+        await self._place(exchange)
+        try:
+            await self._hold_to_stored_state(exchange)
+            await handoff.answer(self.desk, exchange, job, down)
+            self.stored.learn(exchange)
+        finally:
+            await self._give_back(exchange)
+
+    async def _place(self, exchange: Exchange) -> None:
+        loop = asyncio.get_running_loop()
+        placer = self.control.placer
+        started_s = loop.time()
+        view = self._view(exchange)
+        if exchange.identity is not None:
+            session = await placer.session(view.session)
+            exchange.cache = _cache_word(session.warm if session else False, session.keep_s if session else None)
+        try:
+            exchange.ticket = ticket = await placer.place(exchange.region, view)
+        except NoPlaceError as error:
+            raise no_backend(f"{error}.") from None
+        exchange.decision = ticket.decision
+        waited_s = loop.time() - started_s
+        held_s = (ticket.decided_s or ticket.arrived_s) - ticket.arrived_s
+        exchange.queued_s = max(0.0, min(held_s, waited_s))
+        exchange.decide_s = max(0.0, waited_s - exchange.queued_s)
+
+    def _view(self, exchange: Exchange) -> RequestView:
+        identity = exchange.identity or Identity(secrets.token_hex(16), "request", "side", final=True)
+        document = exchange.document or {}
+        user = document.get("user")
+        return RequestView(
+            request_id=exchange.request_id,
+            api=exchange.api,
+            model=exchange.model,
+            session=identity.session,
+            prompt_tokens=max(1, exchange.prompt_tokens_estimate),
+            prefix=exchange.prefix,
+            tenant=exchange.tenant,
+            tenant_weight=exchange.caller.weight,
+            user=user if isinstance(user, str) else "",
+            parent=identity.parent,
+            kind=identity.kind,
+            final=identity.final,
+            expected_output_tokens=_expected_output(document) if exchange.identity else 1,
+            split_refused=self._split_refused(exchange, document),
+        )
+
+    def _split_refused(self, exchange: Exchange, document: Mapping[str, JsonValue]) -> str | None:
+        if exchange.identity is None:
+            return "it generates nothing"
+        members = self.control.fleet.members.values()
+        prefill = next(
+            (m.backend for m in members if m.backend.role == "prefill" and m.region == exchange.region), None
+        )
+        if prefill is None:
+            return None
+        transfer = transfer_of(prefill.engine, prefill.kv_transfer, prefill.kv_store)
+        if transfer is None:
+            return f"{prefill.name} cannot hand over"
+        asked = {name: document[name] for name in capabilities.MEMBERS if name in document}
+        return transfer.refuses(cast("Api", exchange.api), asked)
+
+    async def _hold_to_stored_state(self, exchange: Exchange) -> None:
+        """A request that names stored state is served by the backend that holds it, or refused."""
+        wanted = self.stored.named(exchange)
+        if wanted is None or exchange.ticket is None:
+            return
+        place = self.stored.place(exchange, wanted)
+        if place is None:
+            raise invalid_request(
+                f"`{wanted}` is not known here: it was stored on no backend that this proxy has used since it started.",
+                "previous_response_id",
+                status=404,
+            )
+        decision = exchange.decision
+        if decision is not None and (decision.place != place or decision.prefill_place is not None):
+            router_places = {status.name for status in self.control.places()}
+            decision = await self.control.placer.again(exchange.ticket, frozenset(router_places - {place}))
+            if decision is None:
+                raise no_backend(f"{place}, which holds `{wanted}`, cannot be used now.")
+            decision = replace(decision, word=Word.HOME, reason="holds the stored response")
+            exchange.ticket.decision = exchange.decision = decision
+
+    async def _give_back(self, exchange: Exchange) -> None:
+        """Release the ticket, once, also when the client left."""
+        ticket, placer = exchange.ticket, self.control.placer
+        if ticket is None:
+            return
+        task = asyncio.current_task()
+        if exchange.status is None or (task is not None and task.cancelling()):
+            placer.cancel(ticket)
+            return
+        usage = exchange.usage
+        exchange.outcome = await placer.finished(
+            ticket,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+            ok=exchange.ok,
+        )
+
+    def _refuse(self, exchange: Exchange, down: Downstream, error: ProxyError) -> None:
+        exchange.error = error.code
+        if down.started:
+            down.break_off()
+            return
+        answer_error(exchange, down, error)
+
+
+def answer_error(exchange: Exchange, down: Downstream, error: ProxyError) -> None:
+    """An answer of ours in the shape of the API that was called."""
+    status, headers, body = render(error, exchange.api, exchange.request_id)
+    exchange.status = status
+    headers.update(of_exchange(exchange))
+    if error.status == 413:
+        down.keep_alive = False
+    pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+    down.whole(status, pairs, body)
+
+
+def arrive(request: web.BaseRequest) -> Exchange:
+    """The exchange of a request whose head has come."""
+    path, query = paths.split_target(request.raw_path)
+    given = request.headers.get("x-request-id")
+    return Exchange(
+        request_id=cast("str", given) if usable_request_id(given) else f"req_{secrets.token_hex(12)}",
+        api=of_path(path).name,
+        method=request.method,
+        path=path,
+        query=query,
+        headers=request.headers,
+        peer=request.remote,
+        arrived_s=asyncio.get_running_loop().time(),
+        arrived_unix_s=time.time(),
+        hops=_hops(request.headers.get("x-homeport-hops")),
+    )
+
+
+def _hops(value: str | None) -> int:
+    return int(value) if value is not None and value.isdigit() and len(value) < 4 else 0
+
+
+def _read_members(exchange: Exchange, job: Job) -> None:
+    """Decode the body once: the top level for edits, the document for identity and routing."""
+    if not exchange.body and job.api.name == "other":
+        return
+    try:
+        job.raws = raw_members(exchange.body)
+        exchange.document = document_of(exchange.body)
+    except NotAnObjectError as error:
+        if job.api.name == "other":
+            return
+        raise invalid_request(f"The body is not a JSON object: {error}.") from None
+    exchange.stream = job.stream = exchange.document.get("stream") is True
+
+
+def _plan_edits(exchange: Exchange, job: Job) -> None:
+    """What every engine's copy of the body needs: engines' own members out, scope in, usage asked for."""
+    raws = job.raws or {}
+    job.drop.update(name for name in raws if is_internal(name))
+    if exchange.tenant:
+        job.drop.add("priority")
+        if exchange.caller.cache_salt is None:
+            job.drop.add("cache_salt")
+        else:
+            job.put["cache_salt"] = exchange.caller.cache_salt
+    _ask_for_usage(job.api, exchange, job)
+
+
+def _ask_for_usage(api: ClientApi, exchange: Exchange, job: Job) -> None:
+    if not (api.usage_in_stream_options and job.stream):
+        return
+    options = (exchange.document or {}).get("stream_options")
+    if isinstance(options, dict):
+        if options.get("include_usage") is True:
+            return
+        raw = bytes(memoryview((job.raws or {})["stream_options"]))
+        job.put["stream_options"] = msgspec.Raw(edit(raw, {"include_usage": True}))
+    elif options is None:
+        job.put["stream_options"] = {"include_usage": True}
+    else:
+        return  # not an object: the engine will say what is wrong with it
+    job.hide_usage = True
+
+
+def _expected_output(document: Mapping[str, JsonValue]) -> int:
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        value = document.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return min(value, EXPECTED_OUTPUT_TOKENS)
+    return EXPECTED_OUTPUT_TOKENS
+
+
+def _cache_word(warm: bool, keep_s: float | None) -> str:
+    if not warm:
+        return "cold"
+    return "warm" if keep_s is None else f"warm; keep={max(0, round(keep_s))}"

@@ -1,0 +1,42 @@
+"""Which backend holds a stored response: requests that name one must go there."""
+
+from __future__ import annotations
+
+import re
+
+from homeport_proxy.exchange import Exchange
+from homeport_proxy.identity import Bounded
+
+_RESPONSE_PATH = re.compile(r"^/v1/responses/([^/]+)(?:/.*)?$")
+KEPT = 100_000
+
+
+class StoredResponses:
+    """Response ids and the places that answered them, the most recent :data:`KEPT`; apart for each tenant."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._places: Bounded[str] = Bounded(kept)
+
+    def learn(self, exchange: Exchange) -> None:
+        """Remember who answered."""
+        serving = exchange.serving
+        if exchange.response_id is not None and serving is not None and exchange.ok:
+            self._places.put(_key(exchange.tenant, exchange.response_id), serving.place)
+
+    def named(self, exchange: Exchange) -> str | None:
+        """The stored response that a request names, by path or by ``previous_response_id``."""
+        match = _RESPONSE_PATH.match(exchange.path)
+        if match is not None:
+            return match.group(1)
+        if exchange.api != "responses" or exchange.document is None:
+            return None
+        previous = exchange.document.get("previous_response_id")
+        return previous if isinstance(previous, str) and previous else None
+
+    def place(self, exchange: Exchange, response_id: str) -> str | None:
+        """The place that holds it; None when it is not known."""
+        return self._places.get(_key(exchange.tenant, response_id))
+
+
+def _key(tenant: str, response_id: str) -> bytes:
+    return f"{tenant}\0{response_id}".encode("utf-8", "surrogatepass")

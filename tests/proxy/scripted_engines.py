@@ -1,0 +1,184 @@
+"""Small scripted engines on real sockets, and a proxy in front of them, for the tests of the data plane."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from homeport_proxy import config as configuration
+from homeport_proxy.app import Proxy
+from homeport_proxy.control import Control
+
+Handler = Callable[[web.Request, "Seen"], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Seen:
+    """One request as an engine saw it."""
+
+    path: str
+    headers: dict[str, str]
+    raw: bytes
+    aborted: bool = False
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return json.loads(self.raw)
+
+
+@dataclass
+class ScriptedEngine:
+    """An engine whose every answer is a function; keeps what it saw. ``url`` is set while it runs."""
+
+    handler: Handler
+    model: str = "m"
+    seen: list[Seen] = field(default_factory=list)
+    open: int = 0
+    url: str = ""
+    port: int = 0
+    _runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> ScriptedEngine:
+        app = web.Application(client_max_size=128 * 1024 * 1024)
+        app.router.add_get("/health", _ok)
+        app.router.add_get("/metrics", _ok)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{tail:.*}", self._serve)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.model, "max_model_len": 100_000}]})
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        seen = Seen(request.raw_path, {k.lower(): v for k, v in request.headers.items()}, await request.read())
+        self.seen.append(seen)
+        self.open += 1
+        try:
+            return await self.handler(request, seen)
+        except (asyncio.CancelledError, ConnectionError):
+            seen.aborted = True
+            raise
+        finally:
+            self.open -= 1
+
+
+async def _ok(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+def chunk(content: str | None = None, **more: Any) -> bytes:
+    """One chat stream frame."""
+    delta = {"role": "assistant", "content": ""} if content is None else {"content": content}
+    document = {"id": "c1", "object": "chat.completion.chunk", "model": "m", "choices": [{"index": 0, "delta": delta}]}
+    return b"data: " + json.dumps(document | more).encode() + b"\n\n"
+
+
+USAGE = {
+    "prompt_tokens": 100,
+    "completion_tokens": 3,
+    "total_tokens": 103,
+    "prompt_tokens_details": {"cached_tokens": 7},
+}
+NIXL = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "e1",
+    "remote_request_id": "r1",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+}
+
+
+async def stream(
+    request: web.Request, frames: list[bytes], *, pause: asyncio.Event | None = None
+) -> web.StreamResponse:
+    """Answer with these frames; ``pause``: wait for it after the first."""
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    for index, frame in enumerate(frames):
+        await response.write(frame)
+        if index == 0 and pause is not None:
+            await pause.wait()
+    await response.write_eof()
+    return response
+
+
+async def chat(request: web.Request, seen: Seen) -> web.StreamResponse:
+    """A chat engine: streams three tokens or answers whole; a prefill leg gets NIXL parameters."""
+    body = seen.body
+    params = body.get("kv_transfer_params")
+    if params and params.get("do_remote_decode"):
+        usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 40}}
+        return web.json_response(
+            {"id": "p1", "choices": [{"message": {"content": "x"}}], "usage": usage, "kv_transfer_params": NIXL}
+        )
+    if not body.get("stream"):
+        message = {"role": "assistant", "content": "Hello you"}
+        return web.json_response(
+            {
+                "id": "c1",
+                "object": "chat.completion",
+                "model": "m",
+                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                "usage": USAGE,
+                "kv_transfer_params": None,
+            }
+        )
+    frames = [chunk(), chunk("Hel"), chunk("lo"), chunk(" you")]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        frames.append(chunk(choices=[], usage=USAGE))
+    return await stream(request, [*frames, b"data: [DONE]\n\n"])
+
+
+@contextlib.asynccontextmanager
+async def proxy_for(text: str | dict[str, Any]) -> AsyncIterator[tuple[str, Proxy]]:
+    """A running proxy for a configuration (YAML text or plain values): its base URL and itself."""
+    config = configuration.parse(text if isinstance(text, str) else json.dumps(text))
+    control = Control(config)
+    proxy = Proxy(control)
+    await control.start()
+    try:
+        await proxy.start()
+        port = await proxy.listen("127.0.0.1", 0)
+        yield f"http://127.0.0.1:{port}", proxy
+    finally:
+        await proxy.stop()
+        await control.stop()
+
+
+def backends(*engines: ScriptedEngine, **settings: Any) -> dict[str, Any]:
+    """A configuration with mixed backends b0, b1..."""
+    listed = [{"name": f"b{i}", "url": engine.url} for i, engine in enumerate(engines)]
+    return {"listen": "127.0.0.1:0", "regions": {"local": {"backends": listed}}, **settings}
+
+
+def pair(prefill: ScriptedEngine, decode: ScriptedEngine, **settings: Any) -> dict[str, Any]:
+    """A configuration with one prefill and one decode backend that hand over by NIXL."""
+    listed = [
+        {"name": "p0", "url": prefill.url, "role": "prefill", "kv_transfer": "nixl"},
+        {"name": "d0", "url": decode.url, "role": "decode", "kv_transfer": "nixl"},
+    ]
+    return {
+        "listen": "127.0.0.1:0",
+        "regions": {"local": {"backends": listed}},
+        "disaggregation": {"min_uncached_tokens": 1},
+        **settings,
+    }
