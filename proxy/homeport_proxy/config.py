@@ -243,11 +243,12 @@ class Backend(BackendSettings):
 
 
 class StaticFileDiscovery(Section):
-    """Backends listed in a YAML or JSON file (a list, or ``backends: [...]``), read again when it changes."""
+    """Backends listed in a YAML or JSON file (a list, or ``backends: [...]``), read again at the interval (without
+    one: the health checks'), as every source is."""
 
     type: Literal["file"]
     path: FilePath
-    interval_s: PositiveFloat = 1.0
+    interval_s: PositiveFloat | None = None
 
 
 class DnsDiscovery(Section):
@@ -257,7 +258,7 @@ class DnsDiscovery(Section):
     host: str
     port: Annotated[int, Field(ge=1, le=65535)]
     scheme: Literal["http", "https"] = "http"
-    interval_s: PositiveFloat = 5.0
+    interval_s: PositiveFloat | None = None
     backend: BackendSettings = BackendSettings()
 
 
@@ -275,7 +276,7 @@ class KubernetesDiscovery(Section):
     api_url: Url | None = None
     token_file: FilePath = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
     ca_file: FilePath | None = None
-    interval_s: PositiveFloat = 5.0
+    interval_s: PositiveFloat | None = None
     backend: BackendSettings = BackendSettings()
 
 

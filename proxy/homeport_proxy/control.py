@@ -18,6 +18,7 @@ from homeport_proxy import config as configuration
 from homeport_proxy.account import Account
 from homeport_proxy.admit import Admission
 from homeport_proxy.config import Config, ConfigError
+from homeport_proxy.discovery import Discoverer
 from homeport_proxy.exchange import Exchange
 from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.health import Health
@@ -68,6 +69,7 @@ class Control:
             on_cool=self._cooled,
             clock=self._clock,
         )
+        self.discoverer = Discoverer(self.fleet)
         self.admission = Admission(config.tenants, self.limits)
         self.regions = Regions(config, self._local_view, self._allowed_regions, self._clock)
         self.account = Account(config, self.metrics, self.fleet.models, [lambda e, _: self.regions.ended(e.session)])
@@ -78,7 +80,8 @@ class Control:
     # life
 
     async def start(self) -> None:
-        """Probe every backend and peer once, then watch them, the files and discovery until ``stop``."""
+        """Find and probe every backend and peer once, then watch them, discovery and the files until ``stop``."""
+        await self.discoverer.start()
         await asyncio.gather(self.health.start(), self.regions.start())
         self._tasks.append(asyncio.create_task(self._watch_files(), name="watch files"))
 
@@ -88,7 +91,7 @@ class Control:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(self.health.stop(), self.regions.stop())
+        await asyncio.gather(self.discoverer.stop(), self.health.stop(), self.regions.stop())
         self.placer.close()
         await asyncio.to_thread(self.account.close)
 
@@ -123,6 +126,7 @@ class Control:
         self.admission.reconfigure(config.tenants)
         self.account.reconfigure(config)
         self.fleet.reconfigure(config)
+        self.discoverer.reconfigure()
         log.info("configuration reloaded")
         return True
 
@@ -177,7 +181,7 @@ class Control:
         """Everything that does not work as configured, one sentence each."""
         said = [self.reload_fault] if self.reload_fault else []
         said += [f"keys: {fault}" for fault in self.admission.faults]
-        said += self.health.degraded() + self.regions.degraded() + self._without_prefill()
+        said += self.discoverer.degraded() + self.health.degraded() + self.regions.degraded() + self._without_prefill()
         for region in self.routers:
             status = self.router_status(region)
             said += status.degraded if status else ()

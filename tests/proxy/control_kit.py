@@ -22,6 +22,7 @@ class StubEngine:
     models: list[str] = field(default_factory=lambda: ["m"])
     health: int | None = 200
     metrics: str | None = METRICS
+    version: str = "0.32.0"
     asked: list[str] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     url: str = ""
@@ -32,6 +33,7 @@ class StubEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/version", self._version)
         return app
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -43,6 +45,10 @@ class StubEngine:
     async def _models(self, request: web.Request) -> web.Response:
         self._note(request)
         return web.json_response({"data": [{"id": name, "max_model_len": 8192} for name in self.models]})
+
+    async def _version(self, request: web.Request) -> web.Response:
+        self._note(request)
+        return web.json_response({"version": self.version})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self._note(request)

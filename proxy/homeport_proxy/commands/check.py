@@ -1,0 +1,106 @@
+"""`homeport check`: can this configuration work, and are the engines what it says?"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from homeport_proxy import config as configuration
+from homeport_proxy import lint
+from homeport_proxy.config import Backend, Config, ConfigError
+from homeport_proxy.discovery import discover_once
+from homeport_proxy.lint import Finding, Seen
+
+HELP = "validate a configuration and ask every engine in it"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration file")
+    parser.add_argument("--offline", action="store_true", help="look at the file only, ask no engine")
+    parser.add_argument("--dump", action="store_true", help="print the effective configuration, without secrets")
+    parser.add_argument("--json", action="store_true", help="findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check; 1 when there is any error."""
+    try:
+        config = configuration.load(args.config)
+    except ConfigError as error:
+        found = [Finding("error", *_split(line)) for line in error.errors]
+        _tell(found, [], {}, as_json=args.json, offline=True)
+        return 1
+    findings = lint.offline(config) + lint.secrets(config, "warning" if args.offline else "error")
+    backends: list[tuple[str, Backend]] = []
+    seen: Mapping[str, Seen] = {}
+    if not args.offline:
+        found, backends, seen = asyncio.run(_ask(config))
+        findings += found
+    if args.dump:
+        yaml.safe_dump(configuration.dump(config), sys.stdout, sort_keys=False)
+    _tell(findings, backends, seen, as_json=args.json, offline=args.offline, to_stderr=args.dump)
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+async def _ask(config: Config) -> tuple[list[Finding], list[tuple[str, Backend]], Mapping[str, Seen]]:
+    discovered, faults = await discover_once(config)
+    backends = config.backends + discovered
+    findings, seen = await lint.online(config, backends)
+    return [Finding("error", where, text) for where, text in faults] + findings, backends, seen
+
+
+def _split(line: str) -> tuple[str, str]:
+    where, _, text = line.partition(": ")
+    return (where, text) if text else ("file", line)
+
+
+def _tell(
+    findings: Sequence[Finding],
+    backends: Sequence[tuple[str, Backend]],
+    seen: Mapping[str, Seen],
+    *,
+    as_json: bool,
+    offline: bool,
+    to_stderr: bool = False,
+) -> None:
+    errors = sum(finding.level == "error" for finding in findings)
+    out = sys.stderr if to_stderr else sys.stdout
+    if as_json:
+        lines = [{"level": f.level, "where": f.where, "text": f.text} for f in findings]
+        print(json.dumps({"ok": errors == 0, "findings": lines}), file=out)
+        return
+    if backends:
+        Console(file=out, highlight=False).print(_table(backends, seen))
+    for finding in sorted(findings, key=lambda f: f.level):
+        print(finding, file=out if finding.level == "warning" else sys.stderr)
+    warnings = len(findings) - errors
+    if errors:
+        print(f"{errors} error(s), {warnings} warning(s)", file=sys.stderr)
+    else:
+        asked = "no engine was asked" if offline else f"{len(seen)} backend(s) answered"
+        print(f"ok: {asked}, {warnings} warning(s)", file=out)
+
+
+def _table(backends: Sequence[tuple[str, Backend]], seen: Mapping[str, Seen]) -> Table:
+    table = Table("region", "backend", "role", "engine", "kv", "models", "context", "answer")
+    for region, backend in backends:
+        answer = seen.get(backend.name) or Seen("not asked")
+        served = answer.served
+        table.add_row(
+            region,
+            backend.name,
+            backend.role,
+            backend.engine if answer.version is None else f"{backend.engine} {answer.version}",
+            backend.kv_transfer if backend.kv_transfer != "none" else backend.kv_store,
+            ", ".join(sorted(served.models)) if served else "?",
+            f"{served.max_model_len:,}" if served and served.max_model_len else "?",
+            "[green]yes[/]" if answer.fault is None else "[red]no[/]",
+        )
+    return table

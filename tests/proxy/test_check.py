@@ -1,0 +1,171 @@
+"""`homeport check`: errors name the backend and end with status 1; what cannot be determined is a warning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from homeport.cli import main
+from homeport_proxy import config as cfg
+from homeport_proxy import lint
+from homeport_proxy.lint import Finding
+from proxy.control_kit import engine
+
+
+def found(text: str) -> list[tuple[str, str, str]]:
+    return [(f.level, f.where, f.text) for f in lint.offline(cfg.parse(text))]
+
+
+def pool(*backends: str, rest: str = "") -> str:
+    listed = ", ".join(f"{{url: 'http://h:{i}', {backend}}}" for i, backend in enumerate(backends))
+    return f"regions: {{r: {{backends: [{listed}]}}}}\n{rest}"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "says"),
+    [
+        (pool("name: p0, role: prefill", "name: d0, role: decode"), "p0", "cannot reach a decode backend"),
+        (pool("name: p0, role: prefill, kv_transfer: nixl"), "p0", "no decode or mixed backend"),
+        (
+            pool("name: p0, role: prefill, kv_transfer: nixl", "name: d0, role: decode, kv_transfer: mooncake"),
+            "d0",
+            "p0 transfers by nixl, d0 by mooncake",
+        ),
+        (
+            pool("name: p0, role: prefill, kv_transfer: nixl", "name: d0, role: decode, kv_transfer: nixl-push"),
+            "p0",
+            "by nixl, d0 by nixl-push",
+        ),
+        (
+            pool("name: p0, role: prefill, kv_transfer: nixl", "name: d0, role: decode"),
+            "d0",
+            "d0 has no kv_transfer or kv_store",
+        ),
+        (
+            pool("name: p0, role: prefill, kv_transfer: nixl, pool: a", "name: d0, role: decode, kv_transfer: nixl"),
+            "p0",
+            "pool a",
+        ),
+        (pool("name: a, engine: openai, kv_transfer: nixl"), "a", "engine openai cannot do nixl"),
+        (pool("name: a, kv_readback: true"), "a", "kv_readback works with kv_transfer nixl only"),
+        (
+            pool("name: p0, role: prefill, kv_store: lmcache", "name: d0, role: decode, kv_store: mooncake"),
+            "p0",
+            "store lmcache",
+        ),
+        (pool("name: a, models: [x]", rest="models: [{name: y}]"), "models[0]", "lists 'y'"),
+    ],
+)
+def test_settings_that_cannot_work_name_the_backend(text: str, where: str, says: str) -> None:
+    errors = [(place, said) for level, place, said in found(text) if level == "error"]
+    assert any(place == where and says in said for place, said in errors), errors
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pool("name: p0, role: prefill, kv_transfer: nixl", "name: d0, role: decode, kv_transfer: nixl"),
+        pool("name: p0, role: prefill, kv_transfer: mooncake", "name: d0, kv_transfer: mooncake", "name: m"),
+        pool("name: p0, role: prefill, kv_store: shared-folder", "name: d0, role: decode, kv_store: shared-folder"),
+        pool("name: d0, role: decode"),
+        pool("name: m"),
+    ],
+)
+def test_settings_that_work_have_no_error(text: str) -> None:
+    assert found(text) == []
+
+
+def test_an_open_listener_is_a_warning() -> None:
+    assert [(f[0], f[1]) for f in found(pool("name: m", rest="listen: ':80'"))] == [("warning", "listen")]
+
+
+async def asked(text: str) -> list[Finding]:
+    config = cfg.parse(text)
+    findings, _ = await lint.online(config, config.backends)
+    return findings
+
+
+async def test_engines_are_asked_what_they_are() -> None:
+    async with engine(models=["m"]) as up, engine(models=["m"], metrics=None) as mute:
+        text = f"""
+models: [{{name: m}}]
+regions:
+  r:
+    backends:
+      - {{name: up, url: "{up.url}"}}
+      - {{name: mute, url: "{mute.url}"}}
+      - {{name: gone, url: "http://127.0.0.1:1"}}
+      - {{name: other, url: "{up.url}", models: [z]}}
+"""
+        findings = [(f.level, f.where) for f in await asked(text)]
+    assert findings == [("warning", "mute"), ("error", "gone"), ("error", "other")]
+
+
+async def test_a_pair_must_serve_one_model_and_one_version() -> None:
+    async with engine(version="0.32.0") as p, engine(version="0.31.0") as d:
+        text = f"""
+regions:
+  r:
+    defaults: {{kv_transfer: nixl}}
+    backends:
+      - {{name: p0, url: "{p.url}", role: prefill}}
+      - {{name: d0, url: "{d.url}", role: decode}}
+"""
+        findings = await asked(text)
+        d.version, d.models = "0.32.0", ["other"]
+        second = await asked(text)
+    assert [(f.level, f.where) for f in findings] == [("error", "p0")]
+    assert "runs vLLM 0.32.0, d0 0.31.0" in findings[0].text
+    assert [(f.level, f.where) for f in second] == [("error", "p0")]
+    assert "serves no model that d0 serves" in second[0].text
+
+
+# the command
+
+
+def config_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "homeport.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_command_ends_with_1_and_names_the_backend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = config_file(tmp_path, "regions: {r: {backends: [{name: gone, url: 'http://127.0.0.1:1'}]}}")
+    assert main(["check", "-c", file]) == 1
+    out = capsys.readouterr()
+    assert "gone" in out.err
+    assert "refuses connections" in out.err
+    assert "Traceback" not in out.out + out.err
+    assert main(["check", "-c", file, "--offline"]) == 0
+
+
+def test_the_command_tells_every_fault_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = config_file(tmp_path, "regions: {r: {backends: [{name: a, url: x, rol: y}]}}\nhelth: 1")
+    assert main(["check", "-c", file, "--offline", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert {f["where"] for f in document["findings"]} == {
+        "regions.r.backends[0].url",
+        "regions.r.backends[0].rol",
+        "helth",
+    }
+
+
+def test_unset_keys_are_errors_but_only_warnings_offline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_KEY_HERE", raising=False)
+    text = "regions: {r: {backends: [{name: a, url: 'http://127.0.0.1:1', key_env: NO_KEY_HERE}]}}"
+    file = config_file(tmp_path, text)
+    assert main(["check", "-c", file, "--offline"]) == 0
+    assert "NO_KEY_HERE" in capsys.readouterr().out
+    assert main(["check", "-c", file]) == 1
+
+
+def test_dump_prints_the_effective_file_without_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "regions: {r: {backends: [{name: a, url: 'http://h', headers: {authorization: hush}}]}}"
+    assert main(["check", "-c", config_file(tmp_path, text), "--offline", "--dump"]) == 0
+    out = capsys.readouterr().out
+    assert "first_token_s: 600" in out
+    assert "hush" not in out
