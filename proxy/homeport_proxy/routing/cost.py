@@ -16,6 +16,19 @@ def prefill_s(rates: Rates, uncached_tokens: int, cached_tokens: int) -> float:
     return max(rates.t0_s, 0.02) + uncached_tokens / rates.tokens_per_s * attention
 
 
+def tiered_prefill_s(rates: Rates, prompt_tokens: int, cached_tokens: int, host_tokens: int) -> float:
+    """Seconds until a prompt is prefilled, when ``host_tokens`` after the cached ones may be loaded from a tier.
+
+    A token in a tier costs the cheaper of loading and computing it again.
+    """
+    computed_s = prefill_s(rates, prompt_tokens - cached_tokens, cached_tokens)
+    if not host_tokens:
+        return computed_s
+    held = min(cached_tokens + host_tokens, max(prompt_tokens - 1, 0))
+    loaded_s = (held - cached_tokens) / rates.load_tokens_per_s + prefill_s(rates, prompt_tokens - held, held)
+    return min(computed_s, loaded_s)
+
+
 def decode_step_s(rates: Rates, sequences: int, context_tokens: int) -> float:
     """Seconds of one decode step of ``sequences`` with ``context_tokens`` in all."""
     return rates.step_s + sequences * rates.per_sequence_s + context_tokens * rates.per_context_token_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from random import Random
 
 from homeport_proxy.routing.disaggregate import prefill_plan
@@ -17,17 +17,26 @@ def decide(
     rng: Random,
     settings: RoutingSettings,
     policy: Policy | None = None,
+    refused: Collection[str] = (),
+    homeless: bool = False,
 ) -> Decision:
     """Choose among ``places`` (all serve the request's model, adapter and length; any state).
 
     Raises :class:`NoPlaceError` when none is usable. When every place is down they are tried all the same: a health
     check that is wrong everywhere must not lock everybody out. ``policy`` overrides the settings' (comparisons).
+    ``refused``: places that failed this request before; they are not among ``places``, and no home changes for it.
+    ``homeless``: the session had a home that left the fleet.
     """
     home = next((place for place in places if place.home), None)
     usable = _usable(places, home)
     choice = (policy or POLICIES[settings.policy])(request, usable, now_s, rng, settings)
     place = choice.place
     word, reason, new_home = _word(request, choice, home, settings)
+    if homeless and home is None and new_home is not None:
+        word, reason = Word.MOVED, "its home left the fleet"
+    if refused:
+        word, reason = Word.FAILOVER, f"{', '.join(sorted(refused))} refused the request"
+        new_home = home.name if home is not None else None
     prefill_place = None
     prefill_cached = None
     prefills = [candidate for candidate in usable if candidate.role == "prefill"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from homeport_proxy.routing.cost import cluster_rho, prefill_s, queue_wait_s, shadow_factor
+from homeport_proxy.routing.cost import cluster_rho, queue_wait_s, shadow_factor, tiered_prefill_s
 from homeport_proxy.routing.ties import rank
 from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
 
@@ -69,7 +69,7 @@ def best_prefill(
     plans = []
     for place in places:
         cached = place.expected_cached_tokens
-        work_s = prefill_s(place.rates, request.prompt_tokens - cached, cached)
+        work_s = tiered_prefill_s(place.rates, request.prompt_tokens, cached, place.host_tokens)
         wait_s = place.wait_s + queue_wait_s(place.queued, work_s, now_s, settings)
         plans.append((place, wait_s, work_s, cached))
     least_s = min(plan[2] for plan in plans)
@@ -85,7 +85,7 @@ def best_prefill(
 
 def _own(request: RequestView, decode: PlaceView, now_s: float, settings: RoutingSettings, why: str) -> PrefillPlan:
     cached = decode.expected_cached_tokens
-    work_s = prefill_s(decode.rates, request.prompt_tokens - cached, cached)
+    work_s = tiered_prefill_s(decode.rates, request.prompt_tokens, cached, decode.host_tokens)
     wait_s = decode.wait_s + queue_wait_s(decode.queued, work_s, now_s, settings)
     return PrefillPlan(None, wait_s, work_s, 0.0, decode.rho, cached, why)
 

@@ -17,11 +17,14 @@ class PlaceLoad:
 
     __slots__ = (
         "_decayed_s",
+        "_fresh",
+        "_fresh_since_s",
         "_head_since_s",
         "_offered_s",
         "_prefills",
         "_queued_s",
         "decode_tokens",
+        "fresh_tokens_per_s",
         "prefill_tokens",
         "requests",
         "window_s",
@@ -37,6 +40,9 @@ class PlaceLoad:
         self._head_since_s = 0.0
         self._offered_s = 0.0
         self._decayed_s = 0.0
+        self._fresh = 0.0
+        self._fresh_since_s = 0.0
+        self.fresh_tokens_per_s = 0.0
 
     def begin_prefill(self, key: int, work_s: float, uncached_tokens: int, now_s: float) -> None:
         """``work_s`` of prefill was sent to the engine under ``key``."""
@@ -45,21 +51,34 @@ class PlaceLoad:
         self._prefills[key] = work_s
         self._queued_s += work_s
         self.prefill_tokens += uncached_tokens
+        self._fresh += uncached_tokens
+        if now_s - self._fresh_since_s > self.window_s:
+            # the pace at which the engine's cache turns over, one window at a time
+            pace = self._fresh / (now_s - self._fresh_since_s)
+            known = self.fresh_tokens_per_s
+            self.fresh_tokens_per_s = known + 0.5 * (pace - known) if known else pace
+            self._fresh, self._fresh_since_s = 0.0, now_s
 
     def offer(self, work_s: float, now_s: float) -> None:
         """``work_s`` of prefill was assigned to this place (held or sent)."""
         self._offered_s = self._offered(now_s) + work_s
         self._decayed_s = now_s
 
-    def end_prefill(self, key: int, uncached_tokens: int, now_s: float, *, ran: bool) -> None:
-        """The prefill under ``key`` answered (``ran``) or was called off."""
+    def end_prefill(self, key: int, uncached_tokens: int, now_s: float, *, ran: bool) -> float | None:
+        """The prefill under ``key`` answered (``ran``) or was called off; returns how long the engine worked on it.
+
+        None when that cannot be told: it was not the one at the head.
+        """
+        at_head = ran and next(iter(self._prefills), None) == key
         work_s = self._prefills.pop(key, None)
         if work_s is None:
-            return
+            return None
+        took_s = now_s - self._head_since_s if at_head else None
         self.prefill_tokens -= uncached_tokens
         self._queued_s = self._queued_s - work_s if self._prefills else 0.0
         if ran or not self._prefills:
             self._head_since_s = now_s
+        return took_s
 
     @property
     def waiting(self) -> int:

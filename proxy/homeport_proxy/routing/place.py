@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from homeport_engines.base import EngineStats
+from homeport_proxy.routing.calibration import Confidence, PrefillRates
 from homeport_proxy.routing.load import PlaceLoad
 from homeport_proxy.routing.views import PlaceSpec, PlaceView, Rates, State
+
+_FORGET_EVERY = 40
+"""Observations between two rebuilds of a place's index: a systematic fault is shown, not chased."""
 
 
 class Place:
@@ -20,16 +24,24 @@ class Place:
         self.stats: EngineStats | None = None
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.confidence = Confidence()
+        self.cold_since_s = float("-inf")
+        """When its cache was last known to be empty."""
+        self.forgotten_at = -_FORGET_EVERY
+        self.rates = self._spec_rates = Rates(t0_s=-1.0)
+        self.prefill_rates = PrefillRates(self.rates)
         self.view = PlaceView(spec.name, spec.backend, spec.role)
         self.renew(spec)
 
     def renew(self, spec: PlaceSpec) -> None:
         """Take a new spec for the same place (reload)."""
         self.spec = spec
-        rates = spec.rates
-        if spec.capacity != 1.0:
-            rates = replace(rates, tokens_per_s=rates.tokens_per_s * spec.capacity)
-        self.set_rates(rates)
+        rates = replace(spec.rates, tokens_per_s=spec.rates.tokens_per_s * spec.capacity)
+        if self._spec_rates != rates:
+            # a reload with the same speeds keeps what was learned
+            self._spec_rates = rates
+            self.prefill_rates = PrefillRates(rates)
+            self.set_rates(rates)
         view = self.view
         view.role, view.pool, view.backend = spec.role, spec.pool, spec.backend
         view.kv_transfer = spec.kv_transfer != "none"
@@ -37,8 +49,20 @@ class Place:
 
     def set_rates(self, rates: Rates) -> None:
         """Newly learned speeds."""
-        self.rates = rates
-        self.view.rates = rates
+        self.rates = self.view.rates = self.prefill_rates.rates = rates
+
+    def learn_prefill(self, uncached_tokens: int, cached_tokens: int, took_s: float) -> None:
+        """A prefill took the engine ``took_s``."""
+        self.rates = self.view.rates = self.prefill_rates.observe(uncached_tokens, cached_tokens, took_s)
+
+    def believe(self, api: str, expected_tokens: int, reported_tokens: int) -> bool:
+        """Compare index and engine; True when the index is so wrong that it should be rebuilt."""
+        confidence = self.confidence
+        confidence.observe(api, expected_tokens, reported_tokens)
+        if confidence.of(api) > 0.3 or confidence.observed - self.forgotten_at < _FORGET_EVERY:
+            return False
+        self.forgotten_at = confidence.observed
+        return True
 
     def serves(self, model: str, adapter: str | None, tokens: int) -> bool:
         """Whether a request of ``tokens`` (prompt) for this model and adapter can run here at all."""
@@ -62,3 +86,22 @@ class Place:
         view.decode_tokens = load.decode_tokens
         view.down_s = now_s - self.down_since_s if self.down_since_s is not None else 0.0
         return view
+
+    def restarted(self, stats: EngineStats) -> bool:
+        """Whether counters that only grow have fallen: another process answers under the same name."""
+        before = self.stats
+        if before is None:
+            return False
+        pairs = (
+            (before.prefix_queries_tokens, stats.prefix_queries_tokens),
+            (before.prefix_hits_tokens, stats.prefix_hits_tokens),
+            (before.preemptions, stats.preemptions),
+        )
+        return any(old is not None and new is not None and new < old for old, new in pairs)
+
+    def turnover_s(self) -> float | None:
+        """Seconds for which a prefix stays resident after its last use: the time the engine takes to fill its cache
+        once with fresh tokens, at the pace of the last window; None when capacity or pace is unknown."""
+        capacity = self.view.kv_capacity_tokens
+        fresh = self.load.fresh_tokens_per_s
+        return capacity / fresh if capacity and fresh > 0 else None

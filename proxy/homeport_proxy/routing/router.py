@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import count
 from random import Random
 
 from homeport_engines.base import EngineStats
-from homeport_proxy.routing.cost import prefill_s
+from homeport_engines.vllm.kv import KvBatch
+from homeport_proxy.routing.causes import PromptTrace, book
+from homeport_proxy.routing.cost import cluster_rho, shadow_factor, tiered_prefill_s
 from homeport_proxy.routing.decide import dearer_by_s, decide
+from homeport_proxy.routing.decisions import Shadows, recorded
+from homeport_proxy.routing.flight import Flight
 from homeport_proxy.routing.index import Index
-from homeport_proxy.routing.index.approximate import ApproximateIndex
+from homeport_proxy.routing.index.combined import PrefixIndex
+from homeport_proxy.routing.learning import learn_index, learn_speeds, scoped, sight
 from homeport_proxy.routing.place import Place
 from homeport_proxy.routing.policies import Policy
 from homeport_proxy.routing.queue import Held, VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
+from homeport_proxy.routing.status import router_status, session_view
 from homeport_proxy.routing.views import (
     Decision,
     DecisionRecord,
     NoPlaceError,
     Outcome,
     PlaceSpec,
-    PlaceStatus,
     PlaceView,
+    PrefixKeys,
     RequestView,
     RouterStatus,
     RoutingSettings,
@@ -34,42 +41,12 @@ from homeport_proxy.routing.views import (
 )
 
 
-class Flight:
-    """What one ticket holds: its queue slot, then its prefill and decode load. Each is released once."""
-
-    __slots__ = (
-        "context",
-        "decoding",
-        "expected",
-        "held",
-        "host",
-        "key",
-        "prefiller",
-        "prefilling",
-        "session",
-        "uncached",
-        "work_s",
-    )
-
-    def __init__(self, key: int, session: Session) -> None:
-        self.key = key
-        self.session = session
-        self.held: Held | None = None
-        self.host: Place | None = None
-        self.prefiller: Place | None = None
-        self.prefilling = False
-        self.decoding = False
-        self.work_s = 0.0
-        self.uncached = 0
-        self.context = 0
-        self.expected: int | None = None
-
-
 class Router:
     """Places requests: ``arrive``, then ``due`` until decided, ``first_token``, ``finished`` or ``cancel``.
 
     Every time is the caller's ``now_s`` (any monotonic seconds); ``seed`` makes random policies repeatable; ``log``
-    gets one record per decision.
+    gets one record per decision. ``policy`` overrides the settings' by a rule of the caller's, ``index`` the index
+    (comparisons and bounds in the simulator).
     """
 
     def __init__(
@@ -84,20 +61,21 @@ class Router:
         self.settings = settings
         self._seed = seed
         self._log = log
-        self._rng = Random(seed)
+        self._policy = policy
         self._places: dict[str, Place] = {}
         self._sessions = SessionTable(settings.idle_ttl_s, settings.max_sessions)
         self._queues = VirtualQueues(settings)
-        self._policy = policy
-        self._index: Index = index or ApproximateIndex(settings.index_bytes, settings.default_kv_tokens)
+        self._index: Index = index or PrefixIndex(settings.index_bytes, settings.default_kv_tokens)
         self._flights: dict[Ticket, Flight] = {}
         self._ready: list[Ticket] = []
+        self._guarded: deque[Ticket] = deque()
         self._keys = count(1)
+        self._shadows = Shadows(settings.shadow)
 
     # -- places ------------------------------------------------------------------------------------------------------
 
     def set_places(self, places: Sequence[PlaceSpec]) -> None:
-        """The fleet as configured or discovered; places that stay keep their state, load and index."""
+        """The fleet as configured or discovered; places that stay keep their state, load, index and learned rates."""
         wanted = {spec.name: spec for spec in places}
         for name in [name for name in self._places if name not in wanted]:
             del self._places[name]
@@ -105,16 +83,18 @@ class Router:
         for name, spec in wanted.items():
             place = self._places.get(name)
             if place is None:
-                self._places[name] = Place(spec, self.settings.load_window_s)
+                place = self._places[name] = Place(spec, self.settings.load_window_s)
             else:
                 place.renew(spec)
-            self._index.set_place(name, spec.kv_capacity_tokens)
+            self._index.set_place(name, place.view.kv_capacity_tokens)
 
     def set_state(self, backend: str, state: State, now_s: float) -> None:
         """A backend's health changed, for all of its ranks."""
         for place in self._of(backend):
             if state == "down" and place.state != "down":
                 place.down_since_s = now_s
+                # it may come back as another process: its events are followed from the start again
+                self._index.suspect(place.spec.name)
             elif state != "down":
                 place.down_since_s = None
             place.state = state
@@ -125,56 +105,77 @@ class Router:
             place.cool_until_s = max(place.cool_until_s, until_s)
 
     def observe_stats(self, place: str, stats: EngineStats, now_s: float) -> None:
-        """An engine's telemetry: its real KV capacity and how well it speculates."""
+        """An engine's telemetry: its real KV capacity, how well it speculates, and whether it restarted."""
         known = self._places.get(place)
         if known is None:
             return
+        if known.restarted(stats):
+            known.cold_since_s = now_s
+            self._index.forget(place)
         known.stats = stats
-        if stats.kv_capacity_tokens:
+        if stats.kv_capacity_tokens and stats.kv_capacity_tokens != known.view.kv_capacity_tokens:
             known.view.kv_capacity_tokens = stats.kv_capacity_tokens
             self._index.set_place(place, stats.kv_capacity_tokens)
         if stats.spec is not None and stats.spec.drafts:
             known.view.tokens_per_step = 1.0 + stats.spec.accepted_tokens / stats.spec.drafts
 
+    def kv_events(self, place: str, batch: KvBatch) -> int | None:
+        """A batch of an engine's KV events; returns the sequence to replay from when some are missing."""
+        return self._events().take(place, batch)
+
+    def kv_replayed(self, place: str, batches: Sequence[KvBatch]) -> int | None:
+        """The answer to a replay request (empty: the engine has nothing, or did not answer)."""
+        return self._events().replayed(place, batches)
+
+    def kv_follow(self, place: str, on: bool = True) -> None:
+        """The place's KV events are subscribed to (or no longer)."""
+        (self._events().follow if on else self._events().unfollow)(place)
+
+    def block_tokens(self, place: str) -> int | None:
+        """The engine's block size by its events: prompts hashed in blocks of this size use the exact index."""
+        return self._events().block_tokens(place)
+
     # -- one request -------------------------------------------------------------------------------------------------
 
     def arrive(self, request: RequestView, now_s: float) -> Ticket:
         """Take a request; it is decided by the next ``due``, or held. Raises NoPlaceError when nothing can take it."""
+        salt = scoped(request)
+        if salt:
+            keys = [key ^ salt for key in request.prefix.text_blocks]
+            prefix = PrefixKeys(keys, request.prefix.text_block_chars, request.prefix.token_blocks)
+            request = replace(request, prefix=prefix)
         ticket = Ticket(request, now_s)
-        session = self._sessions.open(request.session, now_s)
-        decision = self._decide(request, session, frozenset(), now_s)
-        flight = self._flights[ticket] = Flight(next(self._keys), session)
+        session = self._sessions.known_or_new(request.session, now_s)
+        decision = self._decide(request, session, now_s)
+        flight = self._flights[ticket] = Flight(next(self._keys), request, session, session.last_used_s)
+        session.open_requests += 1
+        guarded = self._guards(session, request)
         if request.kind != "side":
             self._sessions.used(session, now_s)
-        session.open_requests += 1
-        worker = self._places[decision.prefill_place or decision.place]
-        work_s = self._work_s(worker, request)
-        worker.load.offer(work_s, now_s)
-        if self.settings.late_binding:
-            flight.held = Held(ticket, decision, worker.spec.name, work_s, now_s)
-            self._queues.push(flight.held)
-        else:
-            self._bind(ticket, flight, decision, now_s)
-            self._ready.append(ticket)
+        if guarded:
+            ticket.held_reason = "overload: new sessions wait until running ones need less cache"
+            self._guarded.append(ticket)
+            return ticket
+        self._enter(ticket, flight, decision, now_s)
         return ticket
 
     def due(self, now_s: float) -> list[Ticket]:
         """Tickets decided by now, their load taken. One without a decision was refused (``ticket.refused``)."""
         decided, self._ready = self._ready, []
+        while self._guarded and not self._overloaded():
+            decided += self._decide_anew(self._guarded.popleft(), now_s, now_s)
+        if not len(self._queues):
+            return decided
         for name in list(self._queues.waiting()):
             place = self._places.get(name)
             if place is None or place.state not in ("up", "unknown"):
-                decided += self._replace(name, now_s)
+                for held in list(self._queues.at(name)):
+                    self._queues.remove(held)
+                    decided += self._decide_anew(held.ticket, held.since_s, now_s)
         for name in list(self._queues.waiting()):
-            place = self._places[name]
-            while place.load.prefill_left_s(now_s) <= self.settings.hold_below_s:
-                held = self._queues.first(name, now_s)
-                if held is None:
-                    break
-                self._queues.take(held)
-                decided.append(self._release(held, held.decision, now_s))
+            decided += self._serve(name, now_s)
         if len(self._queues):
-            decided += self._steal(now_s)
+            decided += self._rebalance(now_s)
         return decided
 
     def next_due_s(self, now_s: float) -> float | None:
@@ -196,16 +197,13 @@ class Router:
         flight = self._flights.get(ticket)
         if flight is None:
             return None
-        self._let_go(flight, now_s, ran=False)
+        flight.release(self._index, now_s)
         try:
-            decision = self._decide(ticket.request, flight.session, exclude, now_s)
+            decision = self._decide(ticket.request, flight.session, now_s, exclude)
         except NoPlaceError:
             return None
-        failed = ", ".join(sorted(exclude)) or "the first choice"
-        home = flight.session.home
-        decision = replace(decision, word=Word.FAILOVER, reason=f"{failed} refused the request", home=home)
         self._bind(ticket, flight, decision, now_s)
-        return decision
+        return ticket.decision
 
     def without_prefill(self, ticket: Ticket, now_s: float, why: str) -> Decision:
         """The prefill leg failed or is gone: the decode place prefills by itself; the word stays."""
@@ -215,9 +213,8 @@ class Router:
         flight = self._flights.get(ticket)
         expected = decision.expected_cached_tokens
         if flight is not None and flight.host is not None:
-            self._end_prefill(flight, now_s, ran=False)
-            expected = self._index.cached_tokens(flight.host.spec.name, ticket.request)
-            self._begin_prefill(flight, flight.host, ticket.request, expected, now_s)
+            flight.end_prefill(self._index, now_s, ran=False)
+            expected = flight.begin_prefill(flight.host, self._index, now_s)
         ticket.decision = replace(
             decision,
             prefill_place=None,
@@ -231,7 +228,8 @@ class Router:
         """The remote prefill leg answered: its engine is free for the next one."""
         flight = self._flights.get(ticket)
         if flight is not None:
-            self._end_prefill(flight, now_s, ran=True)
+            flight.end_prefill(self._index, now_s, ran=True)
+            flight.handed_over_s = now_s
 
     def first_token(self, ticket: Ticket, now_s: float) -> None:
         """The first token came: the prefill is over."""
@@ -239,7 +237,7 @@ class Router:
         if flight is None or ticket.first_token_s is not None:
             return
         ticket.first_token_s = now_s
-        self._end_prefill(flight, now_s, ran=True)
+        flight.end_prefill(self._index, now_s, ran=True)
 
     def finished(
         self,
@@ -251,15 +249,23 @@ class Router:
         output_tokens: int | None,
         ok: bool,
     ) -> Outcome:
-        """The answer is complete (or failed): release everything, once; say where the prompt's tokens came from."""
+        """The answer is complete (or failed): release everything, once; say where the prompt's tokens came from.
+
+        ``prompt_tokens``, ``cached_tokens``, ``output_tokens``: as the engine reported them, None when it did not.
+        """
         flight = self._flights.pop(ticket, None)
         if flight is None:
             return Outcome(prompt_tokens, cached_tokens)
-        expected = flight.expected
         if ok and flight.host is not None:
-            self._learn(ticket, flight, prompt_tokens, cached_tokens, output_tokens)
+            learn_speeds(ticket, flight, now_s, cached_tokens, output_tokens or 0)
+            if prompt_tokens and cached_tokens is not None:
+                learn_index(flight, self._index, prompt_tokens, cached_tokens, now_s)
+            if ticket.request.kind != "side":
+                tokens = prompt_tokens or ticket.request.prompt_tokens
+                self._sessions.grew(flight.session, tokens, tokens + (output_tokens or 0))
         self._close(ticket, flight, now_s)
-        return Outcome(prompt_tokens, cached_tokens, {}, expected)
+        causes = book(prompt_tokens, cached_tokens, flight.sight)
+        return Outcome(prompt_tokens, cached_tokens, causes, flight.cached if flight.sight else None)
 
     def cancel(self, ticket: Ticket, now_s: float) -> None:
         """The client left or the request failed: release everything, once."""
@@ -276,177 +282,212 @@ class Router:
     def session(self, session: str) -> SessionView | None:
         """The session as known, or None."""
         known = self._sessions.get(session)
-        if known is None:
-            return None
-        return SessionView(
-            session=session,
-            home=known.home,
-            requests=known.requests,
-            open_requests=known.open_requests,
-            context_tokens=known.context_tokens,
-            last_used_s=known.last_used_s,
-            moves=known.moves,
-            warm=known.requests > 0,
-            keep_s=None,
-        )
+        return None if known is None else session_view(known, self._places)
 
     def status(self, now_s: float) -> RouterStatus:
         """The router at a glance."""
-        places = {}
-        for name, place in self._places.items():
-            spec_stats = place.stats.spec if place.stats else None
-            places[name] = PlaceStatus(
-                name=name,
-                backend=place.spec.backend,
-                role=place.spec.role,
-                state=place.state,
-                requests=place.load.requests,
-                queued=len(self._queues.at(name)),
-                prefill_tokens=place.load.prefill_tokens,
-                decode_tokens=place.load.decode_tokens,
-                sessions=self._sessions.at_home.get(name, 0),
-                hit_ratio=place.cached_tokens / place.prompt_tokens if place.prompt_tokens else None,
-                index="approximate",
-                confidence=place.view.confidence,
-                rates=place.rates,
-                spec_acceptance=spec_stats.acceptance if spec_stats else None,
-            )
-        return RouterStatus(places, len(self._sessions), len(self._queues), self._index.bytes)
+        return router_status(
+            self._places, self._sessions, self._queues, self._index, self._shadows, len(self._guarded), now_s
+        )
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _of(self, backend: str) -> list[Place]:
         return [place for place in self._places.values() if place.spec.backend == backend]
 
-    def _views(self, request: RequestView, session: Session, exclude: frozenset[str], now_s: float) -> list[PlaceView]:
+    def _events(self) -> PrefixIndex:
+        if not isinstance(self._index, PrefixIndex):
+            raise TypeError("this router's index takes no KV events")
+        return self._index
+
+    def _views(self, request: RequestView, session: Session, exclude: Collection[str], now_s: float) -> list[PlaceView]:
+        index, queues, home = self._index, self._queues, session.home
+        parent = self._sessions.get(request.parent) if request.parent and home is None else None
+        parent_home = parent.home if parent is not None else None
         views = []
-        cached = self._index.cached_tokens
         for name, place in self._places.items():
-            if name in exclude or place.spec.backend in exclude:
+            if exclude and (name in exclude or place.spec.backend in exclude):
                 continue
             if not place.serves(request.model, request.adapter, request.prompt_tokens):
                 continue
             view = place.refresh(now_s)
-            view.queued = self._queues.work(name)
-            view.cached_tokens = cached(name, request)
-            view.home = name == session.home
+            view.queued = queues.work(name)
+            view.cached_tokens = index.cached_tokens(name, request)
+            view.host_tokens = index.host_tokens(name, request)
+            view.confidence = place.confidence.of(request.api)
+            view.home = name == home
+            view.parent = name == parent_home
             view.dearer_times = session.dearer_times if view.home else 0
             views.append(view)
         if not views:
-            raise NoPlaceError(f"no backend serves {request.model!r} for {request.prompt_tokens} prompt tokens")
+            raise NoPlaceError(
+                f"no backend left that serves {request.model!r} with {request.prompt_tokens} prompt tokens"
+                + (f" and adapter {request.adapter!r}" if request.adapter else "")
+            )
         return views
 
-    def _decide(self, request: RequestView, session: Session, exclude: frozenset[str], now_s: float) -> Decision:
+    def _decide(self, request: RequestView, session: Session, now_s: float, exclude: Collection[str] = ()) -> Decision:
         if session.home is not None and session.home not in self._places:
             self._sessions.settle(session, None)
+            session.homeless = True
         views = self._views(request, session, exclude, now_s)
-        return decide(request, views, now_s, self._rng, self.settings, self._policy)
+        seed = self._seed + flight_seed(request.request_id)
+        refused = tuple(sorted(exclude))
+        decision = decide(request, views, now_s, Random(seed), self.settings, self._policy, refused, session.homeless)
+        shadows = self._shadows.decide(request, views, now_s, seed, self.settings, decision)
+        if self._log is not None:
+            homeless = session.homeless
+            self._log(recorded(request, views, now_s, seed, self.settings, decision, refused, homeless, shadows))
+        return decision
+
+    def _enter(self, ticket: Ticket, flight: Flight, decision: Decision, now_s: float) -> Held | None:
+        """Into the queue of the place that will prefill, or (without late binding) straight through."""
+        worker = self._places[decision.prefill_place or decision.place]
+        request = ticket.request
+        work_s = self._work_s(worker, request)
+        worker.load.offer(work_s, now_s)
+        if not self.settings.late_binding:
+            self._bind(ticket, flight, decision, now_s)
+            self._ready.append(ticket)
+            return None
+        held = flight.held = Held(ticket, decision, worker.spec.name, work_s, now_s)
+        self._queues.push(held)
+        return held
 
     def _work_s(self, worker: Place, request: RequestView) -> float:
-        cached = self._index.cached_tokens(worker.spec.name, request)
-        return prefill_s(worker.rates, request.prompt_tokens - cached, cached)
+        name = worker.spec.name
+        cached = int(self._index.cached_tokens(name, request) * worker.confidence.of(request.api))
+        return tiered_prefill_s(worker.rates, request.prompt_tokens, cached, self._index.host_tokens(name, request))
 
-    def _release(self, held: Held, decision: Decision, now_s: float) -> Ticket:
-        ticket = held.ticket
+    def _serve(self, name: str, now_s: float) -> list[Ticket]:
+        """Send a place its next requests, as long as it has little prefill left."""
+        decided = []
+        place = self._places[name]
+        while place.load.prefill_left_s(now_s) <= self.settings.hold_below_s:
+            held = self._queues.first(name, now_s)
+            if held is None:
+                break
+            self._queues.take(held)
+            flight = self._flights[held.ticket]
+            flight.held = None
+            self._bind(held.ticket, flight, held.decision, now_s)
+            decided.append(held.ticket)
+        return decided
+
+    def _rebalance(self, now_s: float) -> list[Ticket]:
+        """An idle place takes a held request when its own prefill, waste priced, beats the wait at the other place."""
+        below = self.settings.hold_below_s
+        waiting = set(self._queues.waiting())
+        idle = [
+            name
+            for name, place in self._places.items()
+            if name not in waiting and place.state in ("up", "unknown") and place.load.prefill_left_s(now_s) <= below
+        ]
+        if not idle:
+            return []
+        rho = cluster_rho([place.refresh(now_s) for place in self._places.values() if place.spec.role != "decode"])
+        k = shadow_factor(self.settings, rho)
+        decided: list[Ticket] = []
+        for held in self._queues.all():
+            costs = held.decision.costs
+            own = costs.get(held.decision.place)
+            if own is None or held.place != held.decision.place:
+                continue
+            wait_s = self._places[held.place].load.prefill_left_s(now_s) + self._queues.ahead_s(held, now_s)
+            for name in idle:
+                other = costs.get(name)
+                if other is None:
+                    continue
+                if other.prefill_s + k * (other.prefill_s - own.prefill_s) < wait_s + own.prefill_s:
+                    self._queues.remove(held)
+                    decided += self._decide_anew(held.ticket, held.since_s, now_s)
+                    idle = [name for name in idle if self._places[name].load.prefill_left_s(now_s) <= below]
+                    break
+            if not idle:
+                break
+        return decided
+
+    def _decide_anew(self, ticket: Ticket, since_s: float, now_s: float) -> list[Ticket]:
+        """Decide a held request again; returns it when it went to an engine at once, or was refused."""
         flight = self._flights[ticket]
         flight.held = None
-        self._bind(ticket, flight, decision, now_s)
-        return ticket
+        try:
+            decision = self._decide(ticket.request, flight.session, now_s)
+        except NoPlaceError as error:
+            ticket.refused = str(error)
+            return [ticket]
+        held = self._enter(ticket, flight, decision, now_s)
+        if held is None:
+            return []  # late binding is off: it stands among the ready ones
+        held.since_s = since_s
+        return self._serve(held.place, now_s)
 
     def _bind(self, ticket: Ticket, flight: Flight, decision: Decision, now_s: float) -> None:
         """Take the load of a decision, before anything is sent."""
-        request = ticket.request
+        request, session, index = ticket.request, flight.session, self._index
         host = self._places[decision.place]
         prefiller = self._places[decision.prefill_place] if decision.prefill_place else host
-        cached = self._index.cached_tokens(prefiller.spec.name, request)
-        decision = replace(decision, expected_cached_tokens=cached)
-        flight.host = host
-        flight.expected = cached
-        flight.context = request.prompt_tokens + request.expected_output_tokens
-        host.load.begin_decode(flight.context)
-        flight.decoding = True
-        self._begin_prefill(flight, prefiller, request, cached, now_s)
-        self._index.sent(host.spec.name, request)
+        flight.begin_decode(host, index)
+        cached = flight.begin_prefill(prefiller, index, now_s)
+        if flight.sight is None:
+            flight.sight = sight(flight, index, self._places, now_s, self._sessions.ttl_s(session))
         if prefiller is not host:
-            self._index.sent(prefiller.spec.name, request)
-        session = flight.session
-        if decision.home is not None and decision.home in self._places and request.kind != "side":
-            if session.home is not None and decision.home != session.home:
+            index.sent(host.spec.name, request, flight.key)
+        ticket.decision = replace(
+            decision,
+            expected_cached_tokens=cached,
+            prefill_cached_tokens=cached if decision.prefill_place else None,
+        )
+        ticket.decided_s = now_s
+        ticket.attempts = (*ticket.attempts, decision.place)
+        if request.kind == "side":
+            return
+        self._settle(session, decision)
+        session.last_place = prefiller.spec.name
+        session.trace = PromptTrace(request.prefix.text_blocks, request.prompt_tokens)
+
+    def _settle(self, session: Session, decision: Decision) -> None:
+        """The session's home and how often it was the dearer one, after a decision."""
+        if decision.home is not None and decision.home in self._places and decision.home != session.home:
+            if session.home is not None or session.homeless:
                 session.moves += 1
+            session.homeless = False
             self._sessions.settle(session, decision.home)
         if decision.word is Word.HOME:
             session.dearer_times = 0
-        elif decision.word is Word.SPILL and request.kind != "side":
+        elif decision.word is Word.SPILL:
             dear = dearer_by_s(decision.costs, session.home, decision.place) > self.settings.move_margin_s
             session.dearer_times = session.dearer_times + 1 if dear else 0
-        session.last_place = decision.place
-        ticket.decision = decision
-        ticket.decided_s = now_s
-        ticket.attempts = (*ticket.attempts, decision.place)
 
-    def _begin_prefill(self, flight: Flight, worker: Place, request: RequestView, cached: int, now_s: float) -> None:
-        flight.prefiller = worker
-        flight.uncached = request.prompt_tokens - cached
-        flight.work_s = prefill_s(worker.rates, flight.uncached, cached)
-        worker.load.begin_prefill(flight.key, flight.work_s, flight.uncached, now_s)
-        flight.prefilling = True
-
-    def _end_prefill(self, flight: Flight, now_s: float, *, ran: bool) -> None:
-        if flight.prefilling and flight.prefiller is not None:
-            flight.prefilling = False
-            flight.prefiller.load.end_prefill(flight.key, flight.uncached, now_s, ran=ran)
-
-    def _let_go(self, flight: Flight, now_s: float, *, ran: bool) -> None:
-        self._end_prefill(flight, now_s, ran=ran)
-        if flight.decoding and flight.host is not None:
-            flight.decoding = False
-            flight.host.load.end_decode(flight.context)
+    def _close(self, ticket: Ticket, flight: Flight, now_s: float) -> None:
         if flight.held is not None:
             self._queues.remove(flight.held)
             flight.held = None
-
-    def _close(self, ticket: Ticket, flight: Flight, now_s: float) -> None:
-        self._let_go(flight, now_s, ran=False)
-        self._sessions.release(flight.session, now_s)
+        if ticket in self._guarded:
+            self._guarded.remove(ticket)
+        flight.release(self._index, now_s)
+        if flight.host is not None:
+            self._index.settled(flight.host.spec.name, flight.key)
+        self._sessions.release(flight.session, now_s, renew=ticket.request.kind != "side")
         if ticket.request.final:
             self._sessions.finish(flight.session.name)
         ticket.closed = True
 
-    def _learn(
-        self,
-        ticket: Ticket,
-        flight: Flight,
-        prompt_tokens: int | None,
-        cached_tokens: int | None,
-        output_tokens: int | None,
-    ) -> None:
-        session = flight.session
-        if ticket.request.kind != "side":
-            session.prompt_tokens = prompt_tokens or ticket.request.prompt_tokens
-            session.context_tokens = session.prompt_tokens + (output_tokens or 0)
-        if prompt_tokens and cached_tokens is not None and flight.prefiller is not None:
-            flight.prefiller.prompt_tokens += prompt_tokens
-            flight.prefiller.cached_tokens += cached_tokens
+    def _guards(self, session: Session, request: RequestView) -> bool:
+        return request.kind == "main" and not session.requests and self._overloaded()
 
-    def _replace(self, name: str, now_s: float) -> list[Ticket]:
-        """A queue's place is gone: decide its requests anew."""
-        decided = []
-        for held in list(self._queues.at(name)):
-            self._queues.remove(held)
-            ticket = held.ticket
-            flight = self._flights[ticket]
-            flight.held = None
-            try:
-                decision = self._decide(ticket.request, flight.session, frozenset(), now_s)
-            except NoPlaceError as error:
-                ticket.refused = str(error)
-                decided.append(ticket)
-                continue
-            worker = self._places[decision.prefill_place or decision.place]
-            work_s = self._work_s(worker, ticket.request)
-            flight.held = Held(ticket, decision, worker.spec.name, work_s, held.since_s)
-            self._queues.push(flight.held)
-        return decided
+    def _overloaded(self) -> bool:
+        limit = self.settings.overload_context
+        if limit is None:
+            return False
+        capacity = sum(
+            place.view.kv_capacity_tokens or self.settings.default_kv_tokens
+            for place in self._places.values()
+            if place.spec.role != "prefill"
+        )
+        return self._sessions.context_tokens > limit * capacity
 
-    def _steal(self, now_s: float) -> list[Ticket]:
-        return []
+
+def flight_seed(request_id: str) -> int:
+    """A request's own seed: random policies repeat whatever else happens around it."""
+    return sum(ord(char) * (index + 1) for index, char in enumerate(request_id))

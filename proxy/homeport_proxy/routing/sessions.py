@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from homeport_proxy.routing.causes import PromptTrace
+
 _THINK_SHARE = 0.3
 _THINK_MULTIPLE = 20.0
 _SHORTEST_TTL_S = 300.0
@@ -22,12 +24,14 @@ class Session:
     open_requests: int = 0
     prompt_tokens: int = 0
     context_tokens: int = 0
-    output_tokens: float = 0.0
+    trace: PromptTrace | None = None
     last_used_s: float = 0.0
     think_s: float | None = None
     dearer_times: int = 0
     moves: int = 0
     ended: bool = False
+    homeless: bool = False
+    """Its home left the fleet for good."""
 
 
 class SessionTable:
@@ -38,6 +42,7 @@ class SessionTable:
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self.at_home: dict[str, int] = {}
+        self.context_tokens = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -46,13 +51,9 @@ class SessionTable:
         """The session, or None when unknown."""
         return self._sessions.get(name)
 
-    def open(self, name: str, now_s: float) -> Session:
-        """The session a request belongs to, made when new; renews nothing by itself."""
-        session = self._sessions.get(name)
-        if session is None:
-            self._expire(now_s)
-            session = self._sessions[name] = Session(name, now_s, last_used_s=now_s)
-        return session
+    def known_or_new(self, name: str, now_s: float) -> Session:
+        """The session a request belongs to; a new one is kept by ``used`` only."""
+        return self._sessions.get(name) or Session(name, now_s, last_used_s=now_s)
 
     def used(self, session: Session, now_s: float) -> None:
         """A main request of the session begins: learn its think time, renew it."""
@@ -64,10 +65,13 @@ class SessionTable:
         session.last_used_s = now_s
         if session.name in self._sessions:
             self._sessions.move_to_end(session.name)
+        else:
+            self._expire(now_s)
+            self._sessions[session.name] = session
 
     def settle(self, session: Session, home: str | None) -> None:
         """The session's home is ``home`` from now on."""
-        if session.home == home:
+        if session.home == home or self._sessions.get(session.name) is not session:
             return
         if session.home is not None:
             self._count(session.home, -1)
@@ -86,10 +90,11 @@ class SessionTable:
             self._drop(session)
         return True
 
-    def release(self, session: Session, now_s: float) -> None:
-        """One of its requests is done."""
+    def release(self, session: Session, now_s: float, *, renew: bool = True) -> None:
+        """One of its requests is done; ``renew``: it counts as a use."""
         session.open_requests -= 1
-        session.last_used_s = max(session.last_used_s, now_s)
+        if renew:
+            session.last_used_s = max(session.last_used_s, now_s)
         if session.open_requests <= 0 and session.ended and self._sessions.get(session.name) is session:
             self._drop(session)
 
@@ -118,8 +123,16 @@ class SessionTable:
                 continue
             self._drop(session)
 
+    def grew(self, session: Session, prompt_tokens: int, context_tokens: int) -> None:
+        """An answer ended: the session's prompt and its context with the answer, tokens."""
+        session.prompt_tokens = prompt_tokens
+        if self._sessions.get(session.name) is session:
+            self.context_tokens += context_tokens - session.context_tokens
+        session.context_tokens = context_tokens
+
     def _drop(self, session: Session) -> None:
         del self._sessions[session.name]
+        self.context_tokens -= session.context_tokens
         if session.home is not None:
             self._count(session.home, -1)
 

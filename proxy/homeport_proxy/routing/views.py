@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Role = Literal["prefill", "decode", "mixed"]
 State = Literal["up", "down", "draining", "unknown"]
@@ -36,6 +36,8 @@ class Rates:
     per_sequence_s: float = 1e-4
     per_context_token_s: float = 1.2e-8
     transfer_tokens_per_s: float = 400_000.0
+    load_tokens_per_s: float = 100_000.0
+    """From a host or store tier into the device."""
     rtt_s: float = 0.0
 
 
@@ -70,6 +72,8 @@ class RequestView:
     final: bool = False
     expected_output_tokens: int = 256
     adapter: str | None = None
+    cache_scope: str = ""
+    """Requests of different scopes share no cache (a tenant's salt); empty: the whole fleet's."""
     split_refused: str | None = None
     """Why prefill and decode must stay on one engine (from the capability table); None when they may part."""
 
@@ -93,8 +97,7 @@ class PlaceSpec:
     """Adapters served; None: unknown, so any may be tried."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """What a place would cost this request, in seconds, by part; ``total_s`` is what the policy compares."""
 
     total_s: float
@@ -169,8 +172,8 @@ class PlaceView:
 
     ``wait_s``: predicted prefill left on the engine. ``queued``: (predicted prefill in s, waiting since) of requests
     held for it. ``rho``: offered prefill work per second, averaged over the load window. ``cached_tokens``: what the
-    index expects the engine to find of this very prompt; None when it knows nothing. ``idle_s`` counts since the
-    home went down.
+    index expects the engine to find of this very prompt; None when it knows nothing. ``down_s`` counts since the
+    place went down.
     """
 
     name: str
@@ -192,8 +195,12 @@ class PlaceView:
     decode_tokens: int = 0
     tokens_per_step: float = 1.0
     cached_tokens: int | None = None
+    host_tokens: int = 0
+    """Tokens after the cached ones that lie in a tier of the engine to be loaded from (host memory, a store)."""
     confidence: float = 1.0
     home: bool = False
+    parent: bool = False
+    """The parent session's home."""
     dearer_times: int = 0
     down_s: float = 0.0
 
@@ -201,6 +208,13 @@ class PlaceView:
     def expected_cached_tokens(self) -> int:
         """Index figure discounted by the index's confidence; 0 when unknown."""
         return int((self.cached_tokens or 0) * self.confidence)
+
+    def copy(self) -> PlaceView:
+        """A snapshot that later changes do not reach."""
+        return PlaceView(*[getattr(self, name) for name in _PLACE_FIELDS])
+
+
+_PLACE_FIELDS = tuple(item.name for item in fields(PlaceView))
 
 
 class NoPlaceError(Exception):
@@ -222,6 +236,8 @@ class Ticket:
     first_token_s: float | None = None
     attempts: tuple[str, ...] = ()
     closed: bool = False
+    held_reason: str = ""
+    """Why it waits longer than a place needs: the overload guard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +255,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """One decision with all that it was made from; replaying it gives the same decision."""
+    """One decision with all that it was made from; replaying it gives the same decision.
+
+    ``request`` carries no prefix keys (the places' ``cached_tokens`` say what they meant). ``refused``: places that
+    failed this request before.
+    ``homeless``: the session's home left the fleet.
+    """
 
     ts_s: float
     seed: int
@@ -247,8 +268,20 @@ class DecisionRecord:
     places: tuple[PlaceView, ...]
     settings: RoutingSettings
     decision: Decision
+    refused: tuple[str, ...] = ()
+    homeless: bool = False
     shadows: Mapping[str, str] = field(default_factory=dict)
     """What each shadow policy would have chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowReport:
+    """What a policy that decides on paper would have done: its agreement, and the predicted seconds it would have
+    saved (negative: cost) by the cost policy's own prices; None when those were not computed."""
+
+    decisions: int
+    agreed: int
+    saved_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,3 +333,4 @@ class RouterStatus:
     degraded: tuple[str, ...] = ()
     wanted: Mapping[str, str] = field(default_factory=dict)
     """Advice by pool: which role is short."""
+    shadows: Mapping[str, ShadowReport] = field(default_factory=dict)

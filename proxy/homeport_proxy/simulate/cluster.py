@@ -18,54 +18,54 @@ class _Section(BaseModel):
 class Prefill(_Section):
     """Prefill of ``u`` uncached after ``c`` cached tokens: ``t0_s + u / R * (1 + (c + u / 2) / A)``."""
 
-    t0_s: float = Field(0.02, ge=0)
-    tokens_per_s: float = Field(16_000, gt=0)
-    attention_tokens: float = Field(53_000, gt=0)
+    t0_s: float = Field(default=0.02, ge=0)
+    tokens_per_s: float = Field(default=16_000, gt=0)
+    attention_tokens: float = Field(default=53_000, gt=0)
 
 
 class Decode(_Section):
-    """One decode step of n sequences with k context tokens: ``step_s + n * per_sequence_s + k * per_context_token_s``."""
+    """A decode step of n sequences, k context tokens: ``step_s + n * per_sequence_s + k * per_context_token_s``."""
 
-    step_s: float = Field(0.03, gt=0)
-    per_sequence_s: float = Field(0.0001, ge=0)
-    per_context_token_s: float = Field(1.2e-8, ge=0)
+    step_s: float = Field(default=0.03, gt=0)
+    per_sequence_s: float = Field(default=0.0001, ge=0)
+    per_context_token_s: float = Field(default=1.2e-8, ge=0)
 
 
 class Sessions(_Section):
     """How a closed-loop trace's sessions are started and cut."""
 
-    spread_s_per_session: float = Field(10.6, gt=0)
-    think_cap_s: float = Field(600, ge=0)
-    max_start_tokens: int = Field(150_000, gt=0)
-    max_context_tokens: int = Field(200_000, gt=0)
+    spread_s_per_session: float = Field(default=10.6, gt=0)
+    think_cap_s: float = Field(default=600, ge=0)
+    max_start_tokens: int = Field(default=150_000, gt=0)
+    max_context_tokens: int = Field(default=200_000, gt=0)
 
 
 class Region(_Section):
     """A region of the cluster: its share of the replicas and of the arriving sessions, and its distance."""
 
     replicas: int = Field(gt=0)
-    share: float = Field(1.0, ge=0)
-    rtt_ms: float = Field(0, ge=0)
+    share: float = Field(default=1.0, ge=0)
+    rtt_ms: float = Field(default=0, ge=0)
 
 
 class Cluster(_Section):
     """A cluster file as it stands, with its defaults."""
 
-    replicas: int = Field(8, gt=0)
-    cache_tokens: int = Field(2_600_000, gt=0)
-    block_tokens: int = Field(512, gt=0)
+    replicas: int = Field(default=8, gt=0)
+    cache_tokens: int = Field(default=2_600_000, gt=0)
+    block_tokens: int = Field(default=512, gt=0)
     prefill: Prefill = Prefill()
     decode: Decode = Decode()
     sessions: Sessions = Sessions()
-    rate_scale: float = Field(1.0, gt=0)
+    rate_scale: float = Field(default=1.0, gt=0)
     window: tuple[float, float] = (0.2, 1.0)
-    telemetry_lag_s: float = Field(0, ge=0)
-    noise: float = Field(0, ge=0, lt=1)
-    prefill_replicas: int = Field(0, ge=0)
-    decode_replicas: int = Field(0, ge=0)
+    telemetry_lag_s: float = Field(default=0, ge=0)
+    noise: float = Field(default=0, ge=0, lt=1)
+    prefill_replicas: int = Field(default=0, ge=0)
+    decode_replicas: int = Field(default=0, ge=0)
     regions: dict[str, Region] = Field(default_factory=dict)
-    transfer_tokens_per_s: float = Field(400_000, gt=0)
-    chunk_tokens: int = Field(2048, gt=0)
+    transfer_tokens_per_s: float = Field(default=400_000, gt=0)
+    chunk_tokens: int = Field(default=2048, gt=0)
     index: Literal["approximate", "exact"] = "approximate"
     session_ids: bool = True
     end_hints: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from homeport_proxy.routing.views import RequestView
+from homeport_proxy.routing.views import IndexState, RequestView
 from homeport_proxy.simulate.engine import SimEngine
 
 
@@ -24,13 +24,27 @@ class OracleIndex:
     def forget(self, place: str) -> None:
         """Nothing is kept here."""
 
+    def suspect(self, place: str) -> None:
+        """Nothing is kept here."""
+
     def cached_tokens(self, place: str, request: RequestView) -> int:
         """Tokens of the prompt that lie in the engine's cache now."""
         depth = self._engines[place].cache.match(request.prefix.text_blocks)
         return min(depth * self._block_tokens, max(0, request.prompt_tokens - 1))
 
-    def sent(self, place: str, request: RequestView) -> None:
+    def host_tokens(self, place: str, request: RequestView) -> int:
+        """The simulated engines have one tier."""
+        return 0
+
+    def sent(self, place: str, request: RequestView, key: int) -> None:
         """The engine will see for itself."""
+
+    def settled(self, place: str, key: int) -> None:
+        """The engine has seen for itself."""
+
+    def state(self, place: str) -> IndexState:
+        """Exact by construction."""
+        return "exact"
 
     @property
     def bytes(self) -> int:

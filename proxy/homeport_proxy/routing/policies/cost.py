@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from homeport_proxy.routing.cost import cluster_rho, decode_slowdown_s, prefill_s, queue_wait_s, shadow_factor
+from homeport_proxy.routing.cost import cluster_rho, decode_slowdown_s, queue_wait_s, shadow_factor, tiered_prefill_s
 from homeport_proxy.routing.disaggregate import prefill_plan
 from homeport_proxy.routing.policies.choice import Choice, best
 from homeport_proxy.routing.views import Cost, PlaceView, RequestView, RoutingSettings
@@ -55,7 +55,7 @@ def choose(
             plan = prefill_plan(request, place, prefills, now_s, settings)
             parts.append((place, plan.wait_s, plan.work_s, plan.transfer_s, plan.rho, plan.cached_tokens))
             continue
-        work_s = prefill_s(place.rates, prompt - cached, cached)
+        work_s = tiered_prefill_s(place.rates, prompt, cached, place.host_tokens)
         wait_s = place.wait_s + queue_wait_s(place.queued, work_s, now_s, settings) if place.queued else place.wait_s
         parts.append((place, wait_s, work_s, 0.0, place.rho, cached))
     least_s = min(work_s for _, _, work_s, _, _, _ in parts)
@@ -76,6 +76,11 @@ def choose(
             home = (total_s, place)
     chosen = best(request.session, scored, TIE_S)
     margin_s = settings.move_margin_s if request.kind == "side" else settings.home_margin_s
+    if home is None and not costs[chosen.name].cached_tokens:
+        # nothing of this prompt lies anywhere: a sub-agent may as well start beside its parent
+        parent = next((place for total_s, place in scored if place.parent), None)
+        if parent is not None and costs[parent.name].total_s <= costs[chosen.name].total_s + margin_s:
+            chosen = parent
     if home is not None and home[0] <= costs[chosen.name].total_s + margin_s:
         chosen = home[1]
     return Choice(chosen, costs)

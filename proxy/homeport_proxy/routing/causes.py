@@ -1,0 +1,106 @@
+"""Where a prompt's uncached tokens come from: each booked to exactly one cause."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CAUSES = ("new", "caller", "template", "routed_elsewhere", "evicted", "expired", "cold_backend", "unknown")
+"""``new``: never sent before in this conversation. ``caller``: sent before, but the prompt was changed ahead of it.
+``template``: rendered differently, or a last block that was not full. ``routed_elsewhere``: lay warm at another place.
+``evicted``: the engine dropped it. ``expired``: the session was idle too long. ``cold_backend``: the place started or
+restarted since. ``unknown``: not reported, or none of these."""
+
+_SAMPLES = 32
+
+
+class PromptTrace:
+    """A prompt remembered by a few of its chained block keys: enough to tell how far the next one continues it."""
+
+    __slots__ = ("_blocks", "_keys", "tokens")
+
+    def __init__(self, keys: Sequence[int], tokens: int) -> None:
+        self._blocks = len(keys)
+        self.tokens = tokens
+        self._keys = array("Q", (keys[position] & 0xFFFFFFFFFFFFFFFF for position in self._positions()))
+
+    def _positions(self) -> list[int]:
+        samples = min(_SAMPLES, self._blocks)
+        return [(index + 1) * self._blocks // samples - 1 for index in range(samples)]
+
+    def shared_tokens(self, keys: Sequence[int], tokens: int) -> int:
+        """Tokens of a later prompt (``keys``, ``tokens``) that repeat this one's head, to a 32nd of its length."""
+        if not self._blocks:
+            return 0
+        depth = 0
+        for position, key in zip(self._positions(), self._keys, strict=True):
+            if position >= len(keys) or keys[position] & 0xFFFFFFFFFFFFFFFF != key:
+                break
+            depth = position + 1
+        if depth == self._blocks:
+            return min(self.tokens, tokens)  # a plain continuation: the unfinished last block is repeated as well
+        return min(self.tokens * depth // self._blocks, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What was known when the request was bound; tokens.
+
+    ``previous``: the session's last prompt (0: first request). ``shared``: how much of this prompt repeats it.
+    ``expected``: index figure at the chosen place; ``elsewhere``: the best index figure at any other place.
+    ``same_place``: bound where the session's last request ran. ``cold``: the place lost or never had a cache since.
+    ``idle``: the session was idle beyond its expected residency. ``block``: the engine's block size.
+    """
+
+    previous: int
+    shared: int
+    expected: int
+    elsewhere: int
+    same_place: bool
+    cold: bool
+    idle: bool
+    block: int
+
+
+def book(prompt_tokens: int | None, cached_tokens: int | None, sight: Sight | None) -> dict[str, int]:
+    """Uncached tokens by cause; with ``cached_tokens`` they sum to ``prompt_tokens``."""
+    if prompt_tokens is None:
+        return {}
+    if cached_tokens is None:
+        return {"unknown": prompt_tokens} if prompt_tokens else {}
+    left = max(prompt_tokens - cached_tokens, 0)
+    causes: dict[str, int] = {}
+
+    def take(cause: str, tokens: int) -> None:
+        nonlocal left
+        tokens = min(max(tokens, 0), left)
+        if tokens:
+            causes[cause] = causes.get(cause, 0) + tokens
+            left -= tokens
+
+    if sight is None:
+        take("unknown", left)
+        return causes
+    known = sight.shared if sight.previous else max(sight.expected, sight.elsewhere)
+    known = min(known, prompt_tokens)
+    repeated = min(max(sight.previous, known), prompt_tokens)
+    take("new", prompt_tokens - max(repeated, cached_tokens))
+    take("caller", repeated - max(known, cached_tokens))
+    lost = known - cached_tokens
+    if lost <= 0:
+        take("unknown", left)
+        return causes
+    if lost <= sight.block:
+        take("template", lost)
+    elif sight.cold:
+        take("cold_backend", lost)
+    elif not sight.same_place and sight.elsewhere > max(sight.expected, cached_tokens):
+        take("routed_elsewhere", min(sight.elsewhere, known) - cached_tokens)
+        take("evicted" if sight.previous else "unknown", left)
+    elif sight.idle:
+        take("expired", lost)
+    elif sight.same_place or sight.expected > cached_tokens:
+        take("evicted", lost)
+    take("unknown", left)
+    return causes

@@ -1,0 +1,86 @@
+"""What one request holds while it is in the router's hands, and how each part is let go exactly once."""
+
+from __future__ import annotations
+
+from homeport_proxy.routing.causes import Sight
+from homeport_proxy.routing.cost import tiered_prefill_s
+from homeport_proxy.routing.index import Index
+from homeport_proxy.routing.place import Place
+from homeport_proxy.routing.queue import Held
+from homeport_proxy.routing.sessions import Session
+from homeport_proxy.routing.views import RequestView
+
+
+class Flight:
+    """A queue slot, then prefill load at one place and decode load at one place. Tokens and seconds."""
+
+    __slots__ = (
+        "cached",
+        "context",
+        "decoding",
+        "expected_raw",
+        "handed_over_s",
+        "held",
+        "host",
+        "key",
+        "prefill_took_s",
+        "prefiller",
+        "prefilling",
+        "previous_use_s",
+        "request",
+        "session",
+        "sight",
+        "uncached",
+    )
+
+    def __init__(self, key: int, request: RequestView, session: Session, previous_use_s: float) -> None:
+        self.key = key
+        self.previous_use_s = previous_use_s
+        self.request = request
+        self.session = session
+        self.held: Held | None = None
+        self.host: Place | None = None
+        self.prefiller: Place | None = None
+        self.prefilling = False
+        self.decoding = False
+        self.uncached = 0
+        self.cached = 0
+        self.expected_raw = 0
+        self.context = 0
+        self.prefill_took_s: float | None = None
+        self.handed_over_s: float | None = None
+        self.sight: Sight | None = None
+
+    def begin_prefill(self, worker: Place, index: Index, now_s: float) -> int:
+        """Prefill load at ``worker``; returns the cached tokens expected there (discounted by confidence)."""
+        request, name = self.request, worker.spec.name
+        self.prefiller = worker
+        self.expected_raw = index.cached_tokens(name, request)
+        self.cached = int(self.expected_raw * worker.confidence.of(request.api))
+        self.uncached = request.prompt_tokens - self.cached
+        work_s = tiered_prefill_s(worker.rates, request.prompt_tokens, self.cached, index.host_tokens(name, request))
+        worker.load.begin_prefill(self.key, work_s, self.uncached, now_s)
+        self.prefilling = True
+        index.sent(name, request, self.key)
+        return self.cached
+
+    def end_prefill(self, index: Index, now_s: float, *, ran: bool) -> None:
+        """The prefill answered (``ran``) or was called off."""
+        if self.prefilling and self.prefiller is not None:
+            self.prefilling = False
+            self.prefill_took_s = self.prefiller.load.end_prefill(self.key, self.uncached, now_s, ran=ran)
+            index.settled(self.prefiller.spec.name, self.key)
+
+    def begin_decode(self, host: Place, index: Index) -> None:
+        """Decode load at ``host``, for the whole context that will be."""
+        self.host = host
+        self.context = self.request.prompt_tokens + self.request.expected_output_tokens
+        host.load.begin_decode(self.context)
+        self.decoding = True
+
+    def release(self, index: Index, now_s: float) -> None:
+        """Let go of all engine load still held."""
+        self.end_prefill(index, now_s, ran=False)
+        if self.decoding and self.host is not None:
+            self.decoding = False
+            self.host.load.end_decode(self.context)
