@@ -14,10 +14,11 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from openai import OpenAI
+
 import homeport
 from bench.tau import Recorded, replay, sessions
 from examples.demo import Fleet, fleet
-from openai import OpenAI
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def main() -> int:
         print(
             f"{policy:<12} {len(own)} sessions, {prompt} prompt tokens, {cached / prompt:.1%} cached", file=sys.stderr
         )
-        print(f"{'':<12} books that differ from the engines': {', '.join(wrong) or 'none'}", file=sys.stderr)
+        print(f"{'':<12} books that differ from the engines: {', '.join(wrong) or 'none'}", file=sys.stderr)
     return 0
 
 
