@@ -30,10 +30,13 @@ class Finding:
 
 
 def parting(before: Prompt, after: Prompt) -> Finding | None:
-    """The first difference between two prompts that costs cached tokens, or None for a continuation."""
-    candidates = [_identity_change(before, after), _parameter_change(before, after), _content_change(before, after)]
+    """The first difference between two prompts that costs cached tokens, or None for a continuation.
+
+    A parameter that is part of the prompt only on some servers decides when nothing else differs."""
+    sure, possible = _parameter_changes(before, after)
+    candidates = [_identity_change(before, after), sure, _content_change(before, after)]
     found = [finding for finding in candidates if finding is not None]
-    return min(found, key=lambda finding: finding.at, default=None)
+    return min(found, key=lambda finding: finding.at, default=possible)
 
 
 # --- the request around the prompt -----------------------------------------------------------------------------------
@@ -50,34 +53,43 @@ def _identity_change(before: Prompt, after: Prompt) -> Finding | None:
     return None
 
 
-_AT_MESSAGES = frozenset({"anthropic"})
-# parameters that are part of a prompt or of a cache's key somewhere, and the families known to leave the prefix alone
-_PARAMETERS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("/reasoning_effort", frozenset()),
-    ("/reasoning/effort", frozenset()),
-    ("/output_config/effort", frozenset()),
-    ("/thinking", frozenset()),
-    ("/enable_thinking", frozenset({"qwen"})),
-    ("/chat_template_kwargs/enable_thinking", frozenset({"qwen"})),
-    ("/chat_template_kwargs/thinking", frozenset({"deepseek", "deepseek-v3.2", "deepseek-v4"})),
-    ("/tool_choice", frozenset({"kimi-k3"})),
-    ("/response_format", frozenset({"kimi-k3"})),
-    ("/text/format", frozenset()),
-    ("/text/verbosity", frozenset()),
-    ("/verbosity", frozenset()),
-    ("/service_tier", frozenset()),
-)
+_EFFORT = ("/reasoning_effort", "/reasoning/effort", "/output_config/effort")
+_FORMAT = ("/response_format", "/text/format", "/text/verbosity", "/verbosity")
+_THINKING = ("/thinking", "/enable_thinking", "/chat_template_kwargs/enable_thinking", "/chat_template_kwargs/thinking")
+_PARAMETERS = (*_EFFORT, *_THINKING, *_FORMAT, "/tool_choice", "/service_tier")
+# what vendors say is part of their prompt or of their cache's key
+_SURE = {
+    "openai": frozenset({*_EFFORT, *_FORMAT, "/service_tier"}),
+    "anthropic": frozenset({*_EFFORT, "/thinking", "/tool_choice"}),
+}
+# what stands at the tail of a family's prompt, behind everything that can be read again
+_HARMLESS = {
+    "qwen": frozenset(_THINKING),
+    "kimi-k3": frozenset({"/tool_choice", "/response_format"}),
+    "deepseek": frozenset(_THINKING),
+    "deepseek-v3.2": frozenset(_THINKING),
+    "deepseek-v4": frozenset(_THINKING),
+}
 
 
-def _parameter_change(before: Prompt, after: Prompt) -> Finding | None:
-    """A parameter that is not rendered by us: Anthropic keeps tools and system text, elsewhere all may be lost."""
-    for pointer, harmless in _PARAMETERS:
-        if after.family.name in harmless:
+def _parameter_changes(before: Prompt, after: Prompt) -> tuple[Finding | None, Finding | None]:
+    """The first changed parameter that surely counts, and the first that counts on some servers.
+
+    Anthropic keeps tools and system text through such a change; elsewhere everything may be lost."""
+    family = after.family.name
+    at = after.start_of("messages") if family == "anthropic" else 0
+    sure: Finding | None = None
+    possible: Finding | None = None
+    for pointer in _PARAMETERS:
+        if pointer in _HARMLESS.get(family, ()):
             continue
         if resolve_pointer(before.body, pointer) != resolve_pointer(after.body, pointer):
-            at = after.start_of("messages") if after.family.name in _AT_MESSAGES else 0
-            return Finding(Reason.PARAMS_CHANGED, pointer, at)
-    return None
+            finding = Finding(Reason.PARAMS_CHANGED, pointer, at)
+            if pointer in _SURE.get(family, ()):
+                sure = sure or finding
+            else:
+                possible = possible or finding
+    return sure, possible
 
 
 # --- the prompt itself -----------------------------------------------------------------------------------------------

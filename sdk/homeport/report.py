@@ -186,8 +186,10 @@ class SessionTally:
         )
         turn = self._report.requests
         for one in breaks:
+            if one.reason is Reason.COLD_START:
+                continue  # a first request has nothing to lose
             self._lose(BreakLine(turn, one.reason.value, one.lost_tokens, one.cost_usd, one.pointer, one.hint))
-        if not breaks and entry.cause:
+        if not breaks and entry.cause and entry.cause != Reason.COLD_START:
             self._lose(BreakLine(turn, entry.cause, entry.lost_tokens, lost_usd, hint=_hint(entry.cause)))
 
     def report(self) -> SessionReport:

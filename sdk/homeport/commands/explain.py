@@ -1,0 +1,181 @@
+"""`homeport explain FILE.jsonl`: recorded requests as a table of cache breaks that one would send to a colleague."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import TypeAlias
+
+from homeport.analysis import Conversation, conversations
+from homeport.breaks import CacheBreak, Reason
+from homeport.cli import CommandError
+from homeport.prices import PriceBook
+from homeport.record import Record, RecordError, read
+from homeport.report import Json
+
+HELP = "say where a recorded agent's prompt cache broke, why, what it cost and what to do"
+
+_HEADINGS = ("turn", "reason", "where", "tokens", "cost", "what to do")
+_Row: TypeAlias = tuple[str, ...]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("file", metavar="FILE.jsonl", help="recorded requests, one JSON object per line; - reads stdin")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--prices",
+        metavar="FILE.json",
+        help="own prices: {MODEL: {input, output, cache_read, cache_write}} in dollars per million tokens",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, explain, print."""
+    try:
+        found = conversations(_records(args.file), _prices(args.prices))
+    except RecordError as error:
+        raise CommandError(str(error)) from None
+    if not found:
+        raise CommandError(
+            f"{args.file} holds no recorded requests; the proxy writes them under `record: {{file: PATH}}`"
+        )
+    if args.json:
+        print(json.dumps(_as_json(found), indent=2, ensure_ascii=False))
+    else:
+        _print(found)
+    return 0
+
+
+def _records(file: str) -> Iterator[Record]:
+    try:
+        if file == "-":
+            yield from read(sys.stdin, name="stdin")
+        else:
+            with open(file, encoding="utf-8") as lines:
+                yield from read(lines, name=file)
+    except OSError as error:
+        raise CommandError(f"cannot read {file}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise CommandError(f"{file} is not UTF-8 text; expected recorded requests as JSON lines") from None
+
+
+def _prices(file: str | None) -> PriceBook:
+    if file is None:
+        return PriceBook()
+    try:
+        prices = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(prices, dict):
+            raise ValueError("it must be a JSON object of prices by model")
+        return PriceBook(prices)
+    except OSError as error:
+        raise CommandError(f"cannot read {file}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CommandError(f"{file}: {error}") from None
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def _as_json(found: Sequence[Conversation]) -> dict[str, Json]:
+    """The sessions' books, and every break of them with its session and turn."""
+    sessions: list[Json] = []
+    breaks: list[Json] = []
+    for conversation in found:
+        books = conversation.report.to_dict()
+        del books["breaks"]
+        books["side_requests"] = conversation.side_requests
+        books["refused_requests"] = conversation.refused_requests
+        sessions.append(books)
+        for turn, one in conversation.breaks():
+            breaks.append({"session": conversation.session, "turn": turn.number, "ts": turn.record.ts, **one.to_dict()})
+    return {"sessions": sessions, "breaks": breaks}
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _print(found: Sequence[Conversation]) -> None:
+    for number, conversation in enumerate(found):
+        if number:
+            print()
+        print(_heading(conversation))
+        rows = list(_rows(conversation))
+        if not rows:
+            print("  no breaks")
+        elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+            _print_rich(rows)
+        else:
+            _print_plain(rows)
+        if note := _note(conversation):
+            print(f"  {note}")
+
+
+def _heading(conversation: Conversation) -> str:
+    books = conversation.report
+    plural = "" if books.requests == 1 else "s"
+    parts = [f"{books.requests} request{plural}"]
+    parts.append("cache not reported" if books.cached_share is None else f"{books.cached_share:.1%} of input cached")
+    if books.cost_usd is not None:
+        parts.append(f"{_money(books.cost_usd)} spent")
+    if books.saved_usd is not None:
+        parts.append(f"{_money(books.saved_usd)} saved by the cache")
+    if books.lost_tokens:
+        cost = f" ({_money(books.lost_usd)})" if books.lost_usd is not None else ""
+        parts.append(f"{books.lost_tokens:,} tokens lost{cost}")
+    return f"Session {conversation.session}: {', '.join(parts)}"
+
+
+def _rows(conversation: Conversation) -> Iterator[_Row]:
+    for turn, one in conversation.breaks():
+        if one.reason is not Reason.NOT_REPORTED:
+            tokens = "?" if one.lost_tokens is None else f"{one.lost_tokens:,}"
+            yield (str(turn.number), one.reason.value, _where(one), tokens, _money(one.cost_usd), one.hint)
+
+
+def _where(one: CacheBreak) -> str:
+    place = one.pointer or "-"
+    return f"{place} ({one.detail.value})" if one.detail else place
+
+
+def _money(amount: Decimal | None) -> str:
+    return "-" if amount is None else f"${amount:,.4f}"
+
+
+def _note(conversation: Conversation) -> str:
+    unreported = sum(one.reason is Reason.NOT_REPORTED for _, one in conversation.breaks())
+    notes = [
+        (unreported, "did not report cached tokens"),
+        (conversation.side_requests, "were side requests (titles, summaries)"),
+        (conversation.refused_requests, "were refused"),
+    ]
+    return "; ".join(f"{count} requests {what}" for count, what in notes if count)
+
+
+def _print_plain(rows: Sequence[_Row]) -> None:
+    table = [_HEADINGS, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(_HEADINGS))]
+    for row in table:
+        cells = [
+            cell.rjust(width) if name in ("turn", "tokens", "cost") else cell.ljust(width)
+            for name, cell, width in zip(_HEADINGS, row, widths, strict=True)
+        ]
+        print(f"  {'  '.join(cells)}".rstrip())
+
+
+def _print_rich(rows: Sequence[_Row]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in _HEADINGS:
+        table.add_column(name, justify="right" if name in ("turn", "tokens", "cost") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console(highlight=False).print(table)
