@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import zmq
 import zmq.asyncio
+from multidict import CIMultiDict
 
 from homeport_engines.emulator import EmulatorSettings
 
@@ -29,7 +30,7 @@ class Answer:
     """What an engine answered."""
 
     status: int
-    headers: dict[str, str]
+    headers: CIMultiDict[str]
     raw: bytes
 
     @property
@@ -54,11 +55,11 @@ class Client:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.http.post(self.url + path, data=data, headers=names) as answer:
-            return Answer(answer.status, dict(answer.headers), await answer.read())
+            return Answer(answer.status, CIMultiDict(answer.headers), await answer.read())
 
     async def get(self, path: str) -> Answer:
         async with self.http.get(self.url + path) as answer:
-            return Answer(answer.status, dict(answer.headers), await answer.read())
+            return Answer(answer.status, CIMultiDict(answer.headers), await answer.read())
 
     async def chat(self, text: str, **more: Any) -> Any:
         """The answer to a one-message chat, which must succeed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 import uuid
 from array import array
 from collections.abc import AsyncIterator, Callable
@@ -169,7 +170,7 @@ class Engine:
         for index, publisher in enumerate(self.publishers):
             ports = (settings.event_port, settings.replay_port)
             await publisher.start(settings.host, *(port + index if port else 0 for port in ports))
-        self._loops = [asyncio.ensure_future(rank.run()) for rank in self.ranks]
+        self._loops = [asyncio.ensure_future(_compute(rank)) for rank in self.ranks]
 
     async def stop(self) -> None:
         """Stop computing and close every socket."""
@@ -260,6 +261,16 @@ class Engine:
             len(sequence.prompt) if job.legs.kind == "prefill" else len(sequence.tokens) - 1,
             sequence.cached_tokens or 0,
         )
+
+
+async def _compute(rank: Rank) -> None:
+    """Run a rank; a defect in it must fail its requests, not leave them waiting."""
+    try:
+        await rank.run()
+    except Exception:
+        traceback.print_exc()
+        rank.abort_all()
+        raise
 
 
 def _nothing(_: object) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import zlib
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -482,7 +483,7 @@ class Rank:
             "parent_block_hash": event_hash(sequence.hashes[first - 1]) if first else None,
             "token_ids": list(sequence.tokens[first * size : last * size]),
             "block_size": size,
-            "lora_id": self.settings.adapters.index(sequence.adapter) + 1 if sequence.adapter else None,
+            "lora_id": _adapter_number(sequence.adapter) if sequence.adapter else None,
             "medium": medium,
             "lora_name": sequence.adapter,
             "extra_keys": [list(key) if key else None for key in keys] if any(keys) else None,
@@ -583,3 +584,8 @@ class Rank:
 
 def _outcome(finish: str) -> Literal["stop", "length", "tool_calls"]:
     return "length" if finish == "length" else "tool_calls" if finish == "tool_calls" else "stop"
+
+
+def _adapter_number(name: str) -> int:
+    """A small number for an adapter, the same in every process."""
+    return 1 + zlib.crc32(name.encode()) % 100_000
