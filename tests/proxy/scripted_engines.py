@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,3 +184,103 @@ def pair(prefill: ScriptedEngine, decode: ScriptedEngine, **settings: Any) -> di
         "disaggregation": {"min_uncached_tokens": 1},
         **settings,
     }
+
+
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter, int], Awaitable[None]]
+
+
+@dataclass
+class RawEngine:
+    """An engine at the level of bytes: ``script(reader, writer, connection number)`` serves each connection.
+
+    Health and model probes are answered by themselves; the script gets only connections that carry other requests,
+    with the request's head already read into ``heads``.
+    """
+
+    script: Script
+    heads: list[bytes] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+    connections: int = 0
+    open: int = 0
+    url: str = ""
+    _server: asyncio.Server | None = None
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def start(self) -> RawEngine:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await self.read_request(reader, keep=False)
+            if head.startswith((b"GET /health", b"GET /metrics", b"GET /v1/models ")):
+                data = b'{"data":[{"id":"m"}]}'
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data)
+                )
+                return
+            self.connections += 1
+            self.open += 1
+            try:
+                self.heads.append(head)
+                await self.script(reader, writer, self.connections)
+            finally:
+                self.open -= 1
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    async def read_request(self, reader: asyncio.StreamReader, *, keep: bool = True) -> bytes:
+        """Read one whole request; returns its head."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
+        )
+        body = await reader.readexactly(length)
+        if b"GET " not in head[:4]:
+            self.bodies.append(body)
+        if keep:
+            self.heads.append(head)
+        return head
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Close a connection with RST instead of FIN."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+def json_answer(data: bytes, *more: bytes) -> bytes:
+    """A whole JSON answer as bytes; ``more``: further header lines."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n" + b"".join(more)
+    return head + b"content-length: %d\r\n\r\n%s" % (len(data), data)
+
+
+SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def in_chunk(data: bytes) -> bytes:
+    """One HTTP chunk."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+async def eventually(condition: Callable[[], bool], limit_s: float = 5.0) -> None:
+    """Wait until a condition holds that no event announces."""
+    async with asyncio.timeout(limit_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
