@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -28,37 +29,57 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(status, indent=2))
     else:
-        Console(highlight=False).print(render(status))
+        console = Console(highlight=False)
+        # into a pipe nothing is cut: whoever reads it looks for whole names
+        console.print(render(status), width=None if console.is_terminal else 200)
     return 0
 
 
 def render(status: dict[str, Any]) -> Group:
-    """The status as a table of backends, savings and what is degraded."""
-    table = Table("region", "backend", "role", "state", "requests", "prefill", "decode", "sessions", "hits", "index")
+    """Backends by region, savings and what is degraded; fits 80 columns."""
+    where = f"homeport {status['version']}, region {status['region']}: {status['sessions']} sessions"
+    parts: list[Table | Text] = [Text(where)]
     for name, region in status["regions"].items():
-        if not region["backends"]:
-            state = "up" if region["up"] else "unknown" if region["up"] is None else "down"
-            table.add_row(name, region.get("url") or "-", region["kind"], _state(state), *["?"] * 6)
-        for backend in region["backends"]:
-            table.add_row(*_row(name, backend))
-    where = f"region {status['region']}, {status['sessions']} sessions, homeport {status['version']}"
-    parts: list[Table | Text] = [Text(where), table, Text(_savings(status["savings"]))]
+        if len(status["regions"]) > 1 or not region["backends"]:
+            parts.append(Text(_region(name, region)))
+        if region["backends"]:
+            parts.append(_table(region["backends"]))
+    parts.append(Text(_savings(status["savings"])))
     parts += [Text(f"degraded: {line}", style="yellow") for line in status["degraded"]]
     return Group(*parts)
 
 
-def _row(region: str, backend: dict[str, Any]) -> list[str]:
+def _region(name: str, region: dict[str, Any]) -> str:
+    state = "unknown" if region["up"] is None else "up" if region["up"] else "down"
+    rtt = "" if not region["rtt_ms"] else f", {region['rtt_ms']:.0f} ms away"
+    return f"region {name} ({region['kind']}): {'draining' if region['draining'] else state}{rtt}"
+
+
+def _table(backends: list[dict[str, Any]]) -> Table:
+    table = Table(
+        *("backend", "role", "state", "req", "prefill", "decode", "sess", "hits", "index"),
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "right" if column.header in ("req", "prefill", "decode", "sess", "hits") else "left"
+    for backend in backends:
+        table.add_row(*_row(backend))
+    return table
+
+
+def _row(backend: dict[str, Any]) -> list[str]:
     inflight = backend["inflight"]
     ratio = backend["hit_ratio"]
     return [
-        region,
         backend["name"],
         backend["role"],
         _state(backend["state"]),
         *(_count(inflight[name]) for name in ("requests", "prefill_tokens", "decode_tokens")),
         _count(backend["sessions"]),
         "?" if ratio is None else f"{ratio:.0%}",
-        backend["index"],
+        backend["index"].replace("approximate", "approx"),
     ]
 
 
@@ -67,7 +88,11 @@ def _state(state: str) -> str:
 
 
 def _count(value: int | None) -> str:
-    return "?" if value is None else f"{value:,}"
+    if value is None:
+        return "?"
+    if value < 10_000:
+        return f"{value:,}"
+    return f"{value / 1e3:.0f}k" if value < 1_000_000 else f"{value / 1e6:.1f}M"
 
 
 def _savings(savings: dict[str, Any]) -> str:
