@@ -1,0 +1,1 @@
+"""Engines and the proxy together on this machine: planned, started, watched and stopped as one."""
