@@ -7,7 +7,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeAlias
 
-from homeport.fingerprint import JsonValue
 from homeport.ledger import Entry, Ledger
 from homeport.prices import PriceBook
 from homeport.usage import Usage
@@ -16,11 +15,11 @@ from homeport_proxy.exchange import GENERATING, Exchange
 from homeport_proxy.observe.metrics import Metrics
 from homeport_proxy.routing.views import Word
 
-Summary: TypeAlias = dict[str, JsonValue]
+Summary: TypeAlias = dict[str, object]
 Listener: TypeAlias = Callable[[Exchange, Summary], None]
 
-FIRST_SIGHT = frozenset({"new", "fresh", "first", "tail"})
-"""Causes that are no loss: tokens nobody could have had in a cache."""
+FIRST_SIGHT = frozenset({"new"})
+"""Causes that are no loss: tokens never sent before, which nobody could have had in a cache."""
 DEFAULT_BYTES_PER_TOKEN = 4.0
 KEPT_REQUESTS = 2000
 
@@ -258,6 +257,7 @@ def summarise(exchange: Exchange, causes: Mapping[str, int]) -> Summary:
             "output": usage.output_tokens,
             "estimated_prompt": exchange.prompt_tokens_estimate or None,
         },
+        "costs": dict(decision.costs) if decision else {},
         "miss_causes": dict(causes),
         "ms": {
             "queue": round(exchange.queued_s * 1000, 3),

@@ -455,9 +455,8 @@ class Tracing(Section):
 
 
 class Decisions(Section):
-    """The decision log: how many are kept for the admin API, and a file for all of them (JSON lines)."""
+    """The decision log: a file of JSON lines for ``homeport replay --decisions``; none: not written."""
 
-    keep: Annotated[int, Field(ge=0)] = 1000
     file: FilePath | None = None
 
 

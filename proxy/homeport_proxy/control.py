@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from aiohttp import web
 
 from homeport_engines.base import EngineStats
 from homeport_proxy import config as configuration
-from homeport_proxy.account import Account
+from homeport_proxy.account import Account, Listener
 from homeport_proxy.admit import Admission
 from homeport_proxy.config import Config, ConfigError
 from homeport_proxy.discovery import Discoverer
@@ -24,13 +24,20 @@ from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.health import Health
 from homeport_proxy.limits import LocalLimits
 from homeport_proxy.observe import admin
+from homeport_proxy.observe.logs import AccessLog
 from homeport_proxy.observe.metrics import Metrics
 from homeport_proxy.observe.prometheus import Sample
+from homeport_proxy.observe.recording import Recorder
+from homeport_proxy.observe.tracing import Tracing
+from homeport_proxy.observe.writer import BackgroundWriter
 from homeport_proxy.peers import RegionReport, Regions
 from homeport_proxy.placer import LocalPlacer
 from homeport_proxy.region import RegionView
+from homeport_proxy.routing.decisions import dump as dump_decision
 from homeport_proxy.routing.router import Router
-from homeport_proxy.routing.views import PlaceStatus, RouterStatus, RoutingSettings, State
+from homeport_proxy.routing.views import DecisionRecord, PlaceStatus, RouterStatus, RoutingSettings, State
+from homeport_proxy.state import Alone, Load, RedisState
+from homeport_proxy.state import State as StateStore
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +64,9 @@ class Control:
         self._status: dict[str, tuple[float, RouterStatus]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.metrics = Metrics()
-        self.limits = LocalLimits(self._clock)
+        self.state = self._shared_state(config)
         self.routers: dict[str, Router] = {}
-        self.placer = LocalPlacer(self.routers, lambda: self.config.limits.queue, self._clock)
+        self.placer = LocalPlacer(self.routers, lambda: self.config.limits.queue, self.state, self._clock)
         self.fleet = Fleet(config)
         self.health = Health(
             self.fleet,
@@ -70,9 +77,15 @@ class Control:
             clock=self._clock,
         )
         self.discoverer = Discoverer(self.fleet)
-        self.admission = Admission(config.tenants, self.limits)
+        self.admission = Admission(config.tenants, self.state.limits)
         self.regions = Regions(config, self._local_view, self._allowed_regions, self._clock)
-        self.account = Account(config, self.metrics, self.fleet.models, [lambda e, _: self.regions.ended(e.session)])
+        self.recorder = Recorder(config.record)
+        self.access_log = AccessLog(config.log)
+        self._decisions = decision_log(config)
+        listeners: list[Listener] = [lambda e, _: self.regions.ended(e.session), self.access_log, self.recorder]
+        if config.tracing.enabled:
+            listeners.append(Tracing())
+        self.account = Account(config, self.metrics, self.fleet.models, listeners)
         self.metrics.watch(self)
         self.fleet.on_change = self._places_changed
         self._places_changed()
@@ -82,7 +95,7 @@ class Control:
     async def start(self) -> None:
         """Find and probe every backend and peer once, then watch them, discovery and the files until ``stop``."""
         await self.discoverer.start()
-        await asyncio.gather(self.health.start(), self.regions.start())
+        await asyncio.gather(self.health.start(), self.regions.start(), self.state.start(self))
         self._tasks.append(asyncio.create_task(self._watch_files(), name="watch files"))
 
     async def stop(self) -> None:
@@ -92,8 +105,16 @@ class Control:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(self.discoverer.stop(), self.health.stop(), self.regions.stop())
+        await self.state.stop()
         self.placer.close()
-        await asyncio.to_thread(self.account.close)
+        await asyncio.to_thread(self._close_books)
+
+    def _close_books(self) -> None:
+        self.access_log.flush()
+        self.account.close()
+        self.recorder.close()
+        if self._decisions is not None:
+            self._decisions.close()
 
     def ready(self) -> bool:
         """Whether clients should be sent here: something usable is known and the proxy is not stopping."""
@@ -138,25 +159,67 @@ class Control:
 
     def drain(self, name: str, deadline_s: float | None = None) -> bool:
         """Take a backend or region out: no new sessions; False when there is none of that name."""
-        if name in self.config.regions:
-            self.regions.draining.add(name)
-            return True
-        member = self.fleet.members.get(name)
-        if member is None:
-            return False
-        self.health.drain(member, self.config.timeouts.drain_s if deadline_s is None else deadline_s)
-        return True
+        return self._drain(name, self.config.timeouts.drain_s if deadline_s is None else deadline_s)
 
     def undrain(self, name: str) -> bool:
         """Take it back; False when there is none of that name."""
-        if name in self.config.regions:
-            self.regions.draining.discard(name)
-            return True
-        member = self.fleet.members.get(name)
-        if member is None:
+        return self._drain(name, None)
+
+    def _drain(self, name: str, deadline_s: float | None) -> bool:
+        if not self._set_drain(name, deadline_s):
             return False
-        self.health.undrain(member)
+        self.state.drains_changed()
         return True
+
+    def _set_drain(self, name: str, deadline_s: float | None) -> bool:
+        member = self.fleet.members.get(name)
+        if member is not None:
+            if deadline_s is None:
+                self.health.undrain(member)
+            else:
+                self.health.drain(member, deadline_s)
+            return True
+        if name not in self.config.regions:
+            return False
+        if deadline_s is None:
+            self.regions.draining.discard(name)
+        else:
+            self.regions.draining.add(name)
+        return True
+
+    # what is shared with other proxies
+
+    def own_load(self) -> dict[str, Load]:
+        return {p.name: Load(p.requests, p.prefill_tokens, p.decode_tokens) for p in self.places() if p.requests}
+
+    def foreign_load(self, load: Mapping[str, Load]) -> None:
+        for router in self.routers.values():
+            for place in router.status(self._clock()).places:
+                one = load.get(place, Load())
+                router.foreign_load(
+                    place,
+                    requests=one.requests,
+                    prefill_tokens=one.prefill_tokens,
+                    decode_tokens=one.decode_tokens,
+                )
+
+    def own_drains(self) -> dict[str, float]:
+        now_s, now_unix_s = self._clock(), time.time()
+        drained = {
+            member.name: now_unix_s + member.draining_until_s - now_s
+            for member in self.fleet.members.values()
+            if member.draining_until_s is not None
+        }
+        return drained | dict.fromkeys(self.regions.draining, now_unix_s)
+
+    def follow_drains(self, drains: Mapping[str, float]) -> None:
+        now_unix_s = time.time()
+        own = self.own_drains()
+        for name in own.keys() - drains.keys():
+            self._set_drain(name, None)
+        for name, until_unix_s in drains.items():
+            if name not in own:
+                self._set_drain(name, max(0.0, until_unix_s - now_unix_s))
 
     # what is known
 
@@ -181,10 +244,13 @@ class Control:
         """Everything that does not work as configured, one sentence each."""
         said = [self.reload_fault] if self.reload_fault else []
         said += [f"keys: {fault}" for fault in self.admission.faults]
+        said += self.state.degraded()
         said += self.discoverer.degraded() + self.health.degraded() + self.regions.degraded() + self._without_prefill()
         for region in self.routers:
             status = self.router_status(region)
             said += status.degraded if status else ()
+        said += self.recorder.degraded()
+        said += self._decisions.degraded("decision log") if self._decisions else []
         if self.account.ledger.error:
             said.append(f"ledger: {self.account.ledger.error}")
         return said
@@ -235,6 +301,12 @@ class Control:
 
     # inside
 
+    def _shared_state(self, config: Config) -> StateStore:
+        local = LocalLimits(self._clock)
+        return (
+            Alone(local) if config.state.redis is None else RedisState(config.state.redis, config.state.prefix, local)
+        )
+
     def _check(self, config: Config) -> None:
         refusal = config.refuses_to_listen(self._insecure)
         faults = ([refusal] if refusal else []) + configuration.missing_secrets(config)
@@ -246,7 +318,9 @@ class Control:
             if region.kind == "local":
                 router = self.routers.get(name)
                 if router is None:
-                    router = self.routers[name] = Router(routing_settings(self.config))
+                    router = self.routers[name] = Router(
+                        routing_settings(self.config), log=self._decisions.put if self._decisions else None
+                    )
                 router.set_places(self.fleet.places(name, self.health.share))
         for gone in [name for name in self.routers if name not in self.config.regions]:
             self.routers.pop(gone).set_places([])
@@ -331,6 +405,22 @@ def routing_settings(config: Config) -> RoutingSettings:
         idle_ttl_s=config.affinity.idle_ttl_s,
         max_sessions=config.affinity.max_sessions,
     )
+
+
+def decision_log(config: Config) -> BackgroundWriter[DecisionRecord] | None:
+    """The writer of the decision log, None without one. Raises ConfigError when its file cannot be written."""
+    if config.decisions.file is None:
+        return None
+    try:
+        config.decisions.file.parent.mkdir(parents=True, exist_ok=True)
+        file = config.decisions.file.open("ab", buffering=0)
+    except OSError as error:
+        raise ConfigError([f"decisions.file: cannot write {config.decisions.file}: {error.strerror}"]) from None
+
+    def write(record: DecisionRecord) -> None:
+        file.write(dump_decision(record))
+
+    return BackgroundWriter("decisions", write)
 
 
 def _changed_ns(path: Path | None) -> int | None:

@@ -8,8 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from homeport_proxy.errors import overloaded
+from homeport_proxy.region import RegionView, ranking
 from homeport_proxy.routing.router import Router
-from homeport_proxy.routing.views import Decision, NoPlaceError, Outcome, RequestView, SessionView, Ticket
+from homeport_proxy.routing.views import (
+    Decision,
+    NoPlaceError,
+    Outcome,
+    RequestView,
+    RouterStatus,
+    SessionView,
+    Ticket,
+)
+from homeport_proxy.state import State
 
 
 class Placer(Protocol):
@@ -49,16 +59,20 @@ class Placer(Protocol):
 class LocalPlacer:
     """Placement by routers of this process, one per region whose backends this proxy reaches itself.
 
-    ``max_waiting`` bounds the requests held; it is asked anew each time, so that a reload changes it.
+    ``max_waiting`` bounds the requests held; it is asked anew each time, so that a reload changes it. ``state``: where
+    homes are shared with other proxies. A home settled elsewhere is taken over; while the others cannot be heard, a
+    new session goes where a hash of it and the usable places says, so that all proxies send it to the same one.
     """
 
     def __init__(
         self,
         routers: Mapping[str, Router],
         max_waiting: Callable[[], int],
+        state: State,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._routers = routers
+        self._state = state
         self._max_waiting = max_waiting
         self._clock = clock
         self._home: dict[Ticket, Router] = {}
@@ -82,6 +96,8 @@ class LocalPlacer:
             raise NoPlaceError(f"region {region!r} has no backends here")
         if len(self._waiting) >= self._max_waiting() > 0:
             raise overloaded(f"{len(self._waiting)} requests wait for an engine already; try again shortly")
+        if self._state.shared and request.kind != "side":
+            await self._follow(router, request)
         ticket = router.arrive(request, self._clock())
         self._home[ticket] = router
         self._pump(router)
@@ -97,6 +113,10 @@ class LocalPlacer:
         except BaseException:
             self.cancel(ticket)
             raise
+        home = ticket.decision.home if ticket.decision else None
+        if self._state.shared and request.kind != "side" and home is not None:
+            # told again even when nothing changed: that renews it
+            self._state.settled(request.session, home, router.settings.idle_ttl_s)
         return ticket
 
     async def again(self, ticket: Ticket, exclude: frozenset[str]) -> Decision | None:
@@ -152,6 +172,7 @@ class LocalPlacer:
             self._pump_soon(router)
 
     async def finish_session(self, session: str) -> bool:
+        self._state.ended(session)
         known = [router.finish_session(session, self._clock()) for router in self._routers.values()]
         return True in known
 
@@ -169,6 +190,14 @@ class LocalPlacer:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+
+    async def _follow(self, router: Router, request: RequestView) -> None:
+        """Take over the session's home from the other proxies, or agree with them by hash when they are silent."""
+        home = await self._state.home_of(request.session)
+        if home is None and self._state.alone and router.session(request.session) is None:
+            home = _by_hash(router.status(self._clock()), request)
+        if home is not None:
+            router.adopt(request.session, home, self._clock())
 
     def _pump_soon(self, router: Router) -> None:
         if router not in self._pumping:
@@ -188,3 +217,10 @@ class LocalPlacer:
         if due_s is not None:
             delay_s = max(0.001, due_s - now_s)
             self._timers[router] = asyncio.get_running_loop().call_later(delay_s, self._pump, router)
+
+
+def _by_hash(status: RouterStatus, request: RequestView) -> str | None:
+    """The place that rendezvous hashing names among those that can answer clients now."""
+    usable = [place for place in status.places.values() if place.role != "prefill" and place.state in ("up", "unknown")]
+    order = ranking(request.session, [RegionView(place.name) for place in usable])
+    return order[0].name if order else None
