@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from homeport.breaks import CacheBreak
 from homeport.conversations import Conversations
+from homeport.explain import explain
 from homeport.failures import failed
 from homeport.fingerprint import Api, JsonValue
 from homeport.ledger import Ledger
@@ -83,6 +84,8 @@ class Runtime:
         self.proxies: OrderedDict[str, str] = OrderedDict()
         """Homeport proxies that answered: session key of theirs by (their root URL + affinity id)."""
         self._ledger: Ledger | None = None
+        self.watchers: list[Callable[[Observation], None]] = []
+        """Called with every observation; for tests (:mod:`homeport.testing`)."""
 
     @property
     def ledger(self) -> Ledger:
@@ -168,6 +171,8 @@ def configure(*, ledger: Ledger | None = None) -> None:
 
 def observe(observation: Observation) -> None:
     """Enter one answered request into the books, with the cause when cached tokens were lost."""
+    for watcher in list(_runtime.watchers):
+        watcher(observation)
     breaks = _breaks(observation)
     model = observation.body.get("model")
     entry = _runtime.ledger.record(
@@ -189,8 +194,6 @@ def observe(observation: Observation) -> None:
 
 def _breaks(observation: Observation) -> Sequence[CacheBreak]:
     try:
-        from homeport.explain import explain
-
         return explain(
             observation.previous,
             observation.body,
@@ -198,6 +201,9 @@ def _breaks(observation: Observation) -> Sequence[CacheBreak]:
             observation.diagnostics,
             response_headers=observation.response_headers,
             elapsed_s=observation.since_last_s,
+            url=observation.url,
+            prices=_runtime.ledger.prices,
+            at=observation.started_at,
         )
     except Exception as error:
         failed("explain", error)

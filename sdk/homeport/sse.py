@@ -13,24 +13,25 @@ class Frames:
     what was fed. Only an unfinished frame is held, and at most 1 MiB of it."""
 
     def __init__(self) -> None:
-        self._held = b""
+        self.held = b""
+        """The unfinished frame."""
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The frames that are complete now."""
-        data = self._held + chunk if self._held else chunk
+        data = self.held + chunk if self.held else chunk
         frames: list[bytes] = []
         start = 0
         for match in _BLANK.finditer(data):
             frames.append(data[start : match.end()])
             start = match.end()
-        self._held = data[start:] if start else data
-        if len(self._held) > _MAX_HELD_BYTES:
+        self.held = data[start:] if start else data
+        if len(self.held) > _MAX_HELD_BYTES:
             frames.append(self.rest())
         return frames
 
     def rest(self) -> bytes:
         """The unfinished frame; nothing is held afterwards."""
-        held, self._held = self._held, b""
+        held, self.held = self.held, b""
         return held
 
 

@@ -61,6 +61,8 @@ class Tap:
         self.hides = call.hides_usage and self._streams and self._decode is not None
         """Whether chunks come out other than they went in: decoded, and without the usage frame."""
         self._reads = self._decode is not None
+        self._frames_whole = True
+        """Whether frames can still be told apart, so that one of them can be taken out."""
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes to pass on for a chunk."""
@@ -76,10 +78,10 @@ class Tap:
 
     def end(self) -> bytes:
         """The bytes still held when the stream ends."""
-        if not self.hides:
+        if not self.hides or not self._frames_whole:
             return b""
-        self.hides = False
-        return self._frames.rest()
+        self._frames_whole = False
+        return self._frames.held
 
     def close(self) -> None:
         """The answer is over, complete or not."""
@@ -102,15 +104,16 @@ class Tap:
         try:
             data = self._decode(chunk) if self._decode else chunk
         except Exception as error:
-            # the rest cannot be decoded, and what was passed on was: let the client see the stream end here
             failed("hide", error)
-            raise
+            return chunk
+        if not self._frames_whole:
+            return data
         try:
             frames = self._frames.feed(data)
         except Exception as error:
             failed("hide", error)
-            self._decode = decoder_for("")
-            return data
+            self._frames_whole = False
+            return self._frames.held + data
         passed: list[bytes] = []
         for frame in frames:
             usage_only = False

@@ -174,20 +174,43 @@ def _rebuilt(request: _Request, headers: Mapping[str, str], content: bytes) -> _
     return type(request)(request.method, request.url, headers=merged, content=content, extensions=request.extensions)
 
 
+def _passed(tap: Tap, chunk: bytes) -> bytes:
+    try:
+        return tap.feed(chunk)
+    except Exception as error:
+        failed("stream", error)
+        return chunk
+
+
+def _rest(tap: Tap) -> bytes:
+    try:
+        return tap.end()
+    except Exception as error:
+        failed("stream", error)
+        return b""
+
+
+def _closed(tap: Tap) -> None:
+    try:
+        tap.close()
+    except Exception as error:
+        failed("books", error)
+
+
 class _SyncStream:
     def __init__(self, stream: _ByteStream, tap: Tap) -> None:
         self._stream, self._tap = stream, tap
 
     def __iter__(self) -> Iterator[bytes]:
         for chunk in self._stream:
-            if passed := self._tap.feed(chunk):
+            if passed := _passed(self._tap, chunk):
                 yield passed
-        if rest := self._tap.end():
+        if rest := _rest(self._tap):
             yield rest
-        self._tap.close()
+        _closed(self._tap)
 
     def close(self) -> None:
-        self._tap.close()
+        _closed(self._tap)
         self._stream.close()
 
 
@@ -197,14 +220,14 @@ class _AsyncStream:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for chunk in self._stream:
-            if passed := self._tap.feed(chunk):
+            if passed := _passed(self._tap, chunk):
                 yield passed
-        if rest := self._tap.end():
+        if rest := _rest(self._tap):
             yield rest
-        self._tap.close()
+        _closed(self._tap)
 
     async def aclose(self) -> None:
-        self._tap.close()
+        _closed(self._tap)
         await self._stream.aclose()
 
 
