@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from homeport_engines.base import EngineStats
 from homeport_proxy.routing.calibration import Confidence, PrefillRates
@@ -13,6 +13,15 @@ _FORGET_EVERY = 40
 """Observations between two rebuilds of a place's index: a systematic fault is shown, not chased."""
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignLoad:
+    """What other proxies have in flight at a place."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
 class Place:
     """Mutable state of a placement unit; survives reloads of its spec."""
 
@@ -21,6 +30,8 @@ class Place:
         self.state: State = "unknown"
         self.down_since_s: float | None = None
         self.cool_until_s = 0.0
+        self.share = 1.0
+        self.foreign = ForeignLoad()
         self.stats: EngineStats | None = None
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -78,12 +89,15 @@ class Place:
         view, load = self.view, self.load
         view.state = self.state
         view.cooling = now_s < self.cool_until_s
-        view.wait_s = load.prefill_left_s(now_s)
+        foreign = self.foreign
+        foreign_s = foreign.prefill_tokens / self.rates.tokens_per_s
+        # a place in slow start has only a share of its speed to give: what waits there takes so much longer
+        view.wait_s = (load.prefill_left_s(now_s) + foreign_s) / self.share
         view.rho = load.rho(now_s)
-        view.requests = load.requests
+        view.requests = load.requests + foreign.requests
         view.waiting = load.waiting
-        view.prefill_tokens = load.prefill_tokens
-        view.decode_tokens = load.decode_tokens
+        view.prefill_tokens = load.prefill_tokens + foreign.prefill_tokens
+        view.decode_tokens = load.decode_tokens + foreign.decode_tokens
         view.down_s = now_s - self.down_since_s if self.down_since_s is not None else 0.0
         return view
 

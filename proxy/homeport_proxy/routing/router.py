@@ -18,7 +18,7 @@ from homeport_proxy.routing.flight import Flight
 from homeport_proxy.routing.index import Index
 from homeport_proxy.routing.index.combined import PrefixIndex
 from homeport_proxy.routing.learning import learn_index, learn_speeds, scoped, sight
-from homeport_proxy.routing.place import Place
+from homeport_proxy.routing.place import ForeignLoad, Place
 from homeport_proxy.routing.policies import Policy
 from homeport_proxy.routing.queue import Held, VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
@@ -202,7 +202,12 @@ class Router:
             decision = self._decide(ticket.request, flight.session, now_s, exclude)
         except NoPlaceError:
             return None
-        self._bind(ticket, flight, decision, now_s)
+        if flight.session.context_tokens == 0:
+            # nothing of the session lies at the home that refused its very first request
+            home = decision.place if ticket.request.kind != "side" else flight.session.home
+        else:
+            home = flight.session.home
+        self._bind(ticket, flight, replace(decision, home=home), now_s)
         return ticket.decision
 
     def without_prefill(self, ticket: Ticket, now_s: float, why: str) -> Decision:
@@ -272,6 +277,25 @@ class Router:
         flight = self._flights.pop(ticket, None)
         if flight is not None:
             self._close(ticket, flight, now_s)
+
+    # -- what others know --------------------------------------------------------------------------------------------
+
+    def adopt(self, session: str, home: str, now_s: float) -> bool:
+        """Take over a session's home from another proxy; False when that place is not known here. Counts no move."""
+        if home not in self._places:
+            return False
+        self._sessions.settle(self._sessions.keep(session, now_s), home)
+        return True
+
+    def foreign_load(self, place: str, *, requests: int, prefill_tokens: int, decode_tokens: int) -> None:
+        """What other proxies have in flight at a place now; it counts in decisions, not in the status."""
+        if (known := self._places.get(place)) is not None:
+            known.foreign = ForeignLoad(requests, prefill_tokens, decode_tokens)
+
+    def set_share(self, backend: str, share: float) -> None:
+        """Slow start: a backend gives only this share of its speed (0 < share <= 1) for now."""
+        for place in self._of(backend):
+            place.share = share
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,14 @@ class SessionTable:
             self._expire(now_s)
             self._sessions[session.name] = session
 
+    def keep(self, name: str, now_s: float) -> Session:
+        """The session, remembered from now on although no request of it was seen here."""
+        session = self._sessions.get(name)
+        if session is None:
+            self._expire(now_s)
+            session = self._sessions[name] = Session(name, now_s, last_used_s=now_s)
+        return session
+
     def settle(self, session: Session, home: str | None) -> None:
         """The session's home is ``home`` from now on."""
         if session.home == home or self._sessions.get(session.name) is not session:

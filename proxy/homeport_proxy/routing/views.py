@@ -154,7 +154,7 @@ class RoutingSettings:
     starve_after_s: float = 120.0
     min_uncached_tokens: int = 256
     queue_scale_per_s: float = 4.0
-    home_margin_s: float = 0.05
+    home_margin_s: float = 0.3
     move_margin_s: float = 1.0
     move_after: int = 3
     gone_after_s: float = 15.0
