@@ -138,9 +138,9 @@ class SessionReport:
             ("input tokens", _number(self.input_tokens)),
             ("  cached", f"{_number(self.cached_tokens)}  ({share})"),
             ("output tokens", _number(self.output_tokens)),
-            ("spent", _money(self.cost_usd)),
-            ("saved by the cache", _money(self.saved_usd)),
-            ("lost to breaks", f"{_money(self.lost_usd)}  ({_number(self.lost_tokens)} tokens)"),
+            ("spent", money(self.cost_usd)),
+            ("saved by the cache", money(self.saved_usd)),
+            ("lost to breaks", f"{money(self.lost_usd)}  ({_number(self.lost_tokens)} tokens)"),
         ]
         if self.unreported_requests:
             rows.append(("cache not reported by", f"{self.unreported_requests:,} requests"))
@@ -148,7 +148,7 @@ class SessionReport:
             rows.append(("price not known of", f"{self.unpriced_requests:,} requests"))
         lines = [f"Session {self.session}", *(f"  {name:<22} {value}" for name, value in rows)]
         lines += [
-            f"    {loss.count:>4} x {loss.cause:<22} {_number(loss.lost_tokens):>12} tokens  {_money(loss.cost_usd)}"
+            f"    {loss.count:>4} x {loss.cause:<22} {_number(loss.lost_tokens):>12} tokens  {money(loss.cost_usd)}"
             for loss in self.losses
         ]
         return "\n".join(lines)
@@ -256,5 +256,10 @@ def _number(count: int | None) -> str:
     return "not reported" if count is None else f"{count:,}"
 
 
-def _money(amount: Decimal | None) -> str:
-    return "no price" if amount is None else f"${amount:,.4f}"
+def money(amount: Decimal | None, unknown: str = "no price") -> str:
+    """Dollars to read: four decimals, for small amounts as many as it takes to show two digits."""
+    if amount is None:
+        return unknown
+    if amount == 0 or abs(amount) >= Decimal("0.01"):
+        return f"${amount:,.4f}"
+    return f"${amount:.{max(4, 1 - amount.adjusted())}f}"

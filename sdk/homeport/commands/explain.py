@@ -7,7 +7,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,7 +15,7 @@ from homeport.breaks import CacheBreak, Reason
 from homeport.cli import CommandError
 from homeport.prices import PriceBook
 from homeport.record import Record, RecordError, read
-from homeport.report import Json
+from homeport.report import Json, money
 
 HELP = "say where a recorded agent's prompt cache broke, why, what it cost and what to do"
 
@@ -122,11 +121,11 @@ def _heading(conversation: Conversation) -> str:
     parts = [f"{books.requests} request{plural}"]
     parts.append("cache not reported" if books.cached_share is None else f"{books.cached_share:.1%} of input cached")
     if books.cost_usd is not None:
-        parts.append(f"{_money(books.cost_usd)} spent")
+        parts.append(f"{money(books.cost_usd)} spent")
     if books.saved_usd is not None:
-        parts.append(f"{_money(books.saved_usd)} saved by the cache")
+        parts.append(f"{money(books.saved_usd)} saved by the cache")
     if books.lost_tokens:
-        cost = f" ({_money(books.lost_usd)})" if books.lost_usd is not None else ""
+        cost = f" ({money(books.lost_usd)})" if books.lost_usd is not None else ""
         parts.append(f"{books.lost_tokens:,} tokens lost{cost}")
     return f"Session {conversation.session}: {', '.join(parts)}"
 
@@ -135,16 +134,12 @@ def _rows(conversation: Conversation) -> Iterator[_Row]:
     for turn, one in conversation.breaks():
         if one.reason is not Reason.NOT_REPORTED:
             tokens = "?" if one.lost_tokens is None else f"{one.lost_tokens:,}"
-            yield (str(turn.number), one.reason.value, _where(one), tokens, _money(one.cost_usd), one.hint)
+            yield (str(turn.number), one.reason.value, _where(one), tokens, money(one.cost_usd, "-"), one.hint)
 
 
 def _where(one: CacheBreak) -> str:
     place = one.pointer or "-"
     return f"{place} ({one.detail.value})" if one.detail else place
-
-
-def _money(amount: Decimal | None) -> str:
-    return "-" if amount is None else f"${amount:,.4f}"
 
 
 def _note(conversation: Conversation) -> str:
