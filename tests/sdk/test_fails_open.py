@@ -21,8 +21,8 @@ from sdk.tiny_server import Answer, Seen, TinyServer, chat, chat_answer, serving
 
 MODULES = (
     "breaks", "call", "canonical", "conversations", "diagnostics", "explain", "explicit", "fingerprint", "ledger",
-    "mcp_names", "parting", "prices", "profiles", "prompt", "providers", "redaction", "report", "runtime", "session", "spans",
-    "sse", "stabilise", "tap", "templates", "tokens", "trace", "transport", "usage", "volatile",
+    "mcp_names", "parting", "prices", "profiles", "prompt", "providers", "redaction", "report", "runtime", "session",
+    "spans", "sse", "stabilise", "tap", "templates", "tokens", "trace", "transport", "usage", "volatile",
 )  # fmt: skip
 
 # the guards themselves: each is a try around one call, and hands the caller's own bytes on
