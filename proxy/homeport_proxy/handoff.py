@@ -270,13 +270,7 @@ class Attempt:
         try:
             await asyncio.wait([prefill, serve], return_when=asyncio.FIRST_COMPLETED)
             if prefill.done():
-                document = prefill.result()
-                self._exchange.prefill_s = self._loop.time() - started_s
-                params = transfer.accept(self._text_api, document)
-                found.append(params)
-                self._mark_handed_off(prefilling.place)
-                if self._exchange.ticket is not None:
-                    self._desk.placer.prefill_done(self._exchange.ticket, params.cached_tokens if params else None)
+                found.append(self._handed_over(prefilling, prefill, transfer, started_s))
                 if self.relay is not None:
                     self.relay.release()
             result = await serve
@@ -288,6 +282,23 @@ class Attempt:
                 task.cancel()
             await asyncio.gather(prefill, serve, return_exceptions=True)
             self._abort_open()
+
+    def _handed_over(
+        self, engine: Engine, prefill: asyncio.Task[Mapping[str, JsonValue]], transfer: KvTransfer, started_s: float
+    ) -> HandoffParams | None:
+        """What the finished prefill leg said. Its failure counts only while the decode engine has sent nothing: an
+        answer under way shows that the KV arrived."""
+        try:
+            params = transfer.accept(self._text_api, prefill.result())
+        except PrefillFailedError:
+            if self.relay is None or not self.relay.has_answer:
+                raise
+            params = None
+        self._exchange.prefill_s = self._loop.time() - started_s
+        self._mark_handed_off(engine.place)
+        if self._exchange.ticket is not None:
+            self._desk.placer.prefill_done(self._exchange.ticket, params.cached_tokens if params else None)
+        return params
 
     def _mark_handed_off(self, place: str) -> None:
         for leg in self._exchange.legs:

@@ -88,6 +88,7 @@ class Relay:
         self._last = b""
         self._last_s = 0.0
         self._early: list[bytes] = []
+        self._ended_early = False
         self.meter = UsageMeter()
         self.result: Refused | UpstreamError | None = None
         self.done = False
@@ -139,7 +140,7 @@ class Relay:
         if not data or self.done:
             return
         if self._mode is Mode.STREAM:
-            if self._plan.fix_usage and not self._plan.ready():
+            if self._must_wait():
                 self._early.append(data)
                 return
             self._on_stream(data)
@@ -153,6 +154,9 @@ class Relay:
     def on_end(self) -> None:
         if self.done:
             return
+        if self._must_wait() and self._mode is not Mode.REFUSAL:
+            self._ended_early = True
+            return
         if self._mode is Mode.REFUSAL:
             assert self._head is not None
             self._settle(Refused(self._head, b"".join(self._parts)))
@@ -160,8 +164,6 @@ class Relay:
         if self._mode is Mode.DOCUMENT:
             self._send_document()
         elif self._mode is Mode.STREAM:
-            if self._early:
-                self._on_stream(b"".join(self._early))
             if self._truncated():
                 self.on_fault(UpstreamError("the engine's stream ended without its end", sent=True, answered=True))
                 return
@@ -180,11 +182,22 @@ class Relay:
             self._break(fault)
         self._settle(fault)
 
+    @property
+    def has_answer(self) -> bool:
+        """Whether the engine has sent any part of its answer's body."""
+        return bool(self._early or self._parts) or self._ended_early or self._down.started
+
     def release(self) -> None:
-        """The prefill engine's figures are known: what waited for them goes on."""
+        """The prefill engine's figures are known, or will never be: what waited for them goes on."""
         early, self._early = self._early, []
         if early and not self.done:
             self._on_stream(b"".join(early))
+        if self._ended_early:
+            self._ended_early = False
+            self.on_end()
+
+    def _must_wait(self) -> bool:
+        return self._plan.fix_usage and not self._plan.ready()
 
     # the end
 

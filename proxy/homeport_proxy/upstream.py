@@ -85,8 +85,9 @@ class Origin:
         secure = parts.scheme == "https"
         port = parts.port or (443 if secure else 80)
         host = parts.hostname or ""
-        own = context if isinstance(context, ssl.SSLContext) else ssl.create_default_context()
-        tls = own if secure else None
+        tls = None
+        if secure:
+            tls = context if isinstance(context, ssl.SSLContext) else ssl.create_default_context()
         literal = f"[{host}]" if ":" in host else host
         default = port == (443 if secure else 80)
         return Origin(host, port, tls, (literal if default else f"{literal}:{port}").encode(), parts.path.rstrip("/"))

@@ -18,6 +18,7 @@ from homeport_proxy.app import Proxy
 from homeport_proxy.control import Control
 
 Handler = Callable[[web.Request, "Seen"], Awaitable[web.StreamResponse]]
+_STARTED: list[ScriptedEngine | RawEngine] = []
 
 
 @dataclass
@@ -58,6 +59,7 @@ class ScriptedEngine:
         await site.start()
         self.port = self._runner.addresses[0][1]
         self.url = f"http://127.0.0.1:{self.port}"
+        _STARTED.append(self)
         return self
 
     async def stop(self) -> None:
@@ -152,7 +154,8 @@ async def chat(request: web.Request, seen: Seen) -> web.StreamResponse:
 
 @contextlib.asynccontextmanager
 async def proxy_for(text: str | dict[str, Any]) -> AsyncIterator[tuple[str, Proxy]]:
-    """A running proxy for a configuration (YAML text or plain values): its base URL and itself."""
+    """A running proxy for a configuration (YAML text or plain values): its base URL and itself. Stops the engines that
+    were started before it, too, so that a failing test leaves nothing behind."""
     config = configuration.parse(text if isinstance(text, str) else json.dumps(text))
     control = Control(config)
     proxy = Proxy(control)
@@ -164,6 +167,8 @@ async def proxy_for(text: str | dict[str, Any]) -> AsyncIterator[tuple[str, Prox
     finally:
         await proxy.stop()
         await control.stop()
+        while _STARTED:
+            await _STARTED.pop().stop()
 
 
 def backends(*engines: ScriptedEngine, **settings: Any) -> dict[str, Any]:
@@ -209,6 +214,7 @@ class RawEngine:
     async def start(self) -> RawEngine:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        _STARTED.append(self)
         return self
 
     async def stop(self) -> None:
