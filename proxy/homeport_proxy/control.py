@@ -321,10 +321,12 @@ class Control:
                     router = self.routers[name] = Router(
                         routing_settings(self.config), log=self._decisions.put if self._decisions else None
                     )
-                router.set_places(self.fleet.places(name, self.health.share))
+                router.set_places(self.fleet.places(name))
         for gone in [name for name in self.routers if name not in self.config.regions]:
             self.routers.pop(gone).set_places([])
         for member in self.fleet.members.values():
+            if (router := self.routers.get(member.region)) is not None:
+                router.set_share(member.name, self.health.share(member))
             self._state_changed(member, self.health.routing_state(member))
 
     def _state_changed(self, member: Member, state: State) -> None:

@@ -112,11 +112,11 @@ class Fleet:
         known = [m.max_model_len for m in self.members.values() if m.max_model_len and model in (m.models or ())]
         return max(known, default=None)
 
-    def places(self, region: str, share: Callable[[Member], float] = lambda _: 1.0) -> list[PlaceSpec]:
-        """The region's places; ``share`` scales a member's capacity (slow start)."""
-        return [spec for m in self.members.values() if m.region == region for spec in self._specs(m, share(m))]
+    def places(self, region: str) -> list[PlaceSpec]:
+        """The region's places."""
+        return [spec for member in self.members.values() if member.region == region for spec in self._specs(member)]
 
-    def _specs(self, member: Member, share: float) -> Iterator[PlaceSpec]:
+    def _specs(self, member: Member) -> Iterator[PlaceSpec]:
         backend = member.backend
         names = member.place_names()
         for index, name in enumerate(names):
@@ -130,7 +130,7 @@ class Fleet:
                 pool=backend.pool,
                 kv_transfer=connector(backend),
                 rank=rank,
-                capacity=(backend.capacity or 1.0) * share,
+                capacity=backend.capacity or 1.0,
                 kv_capacity_tokens=stats.kv_capacity_tokens if stats else None,
                 max_model_len=member.max_model_len,
             )

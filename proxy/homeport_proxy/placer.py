@@ -96,8 +96,8 @@ class LocalPlacer:
             raise NoPlaceError(f"region {region!r} has no backends here")
         if len(self._waiting) >= self._max_waiting() > 0:
             raise overloaded(f"{len(self._waiting)} requests wait for an engine already; try again shortly")
-        if self._state.shared and request.kind != "side":
-            await self._follow(router, request)
+        shared = self._state.shared and request.kind != "side"
+        known = await self._follow(router, request) if shared else None
         ticket = router.arrive(request, self._clock())
         self._home[ticket] = router
         self._pump(router)
@@ -114,9 +114,8 @@ class LocalPlacer:
             self.cancel(ticket)
             raise
         home = ticket.decision.home if ticket.decision else None
-        if self._state.shared and request.kind != "side" and home is not None:
-            # told again even when nothing changed: that renews it
-            self._state.settled(request.session, home, router.settings.idle_ttl_s)
+        if shared and home is not None:
+            await self._state.settled(request.session, home, known, router.settings.idle_ttl_s)
         return ticket
 
     async def again(self, ticket: Ticket, exclude: frozenset[str]) -> Decision | None:
@@ -191,13 +190,15 @@ class LocalPlacer:
             timer.cancel()
         self._timers.clear()
 
-    async def _follow(self, router: Router, request: RequestView) -> None:
-        """Take over the session's home from the other proxies, or agree with them by hash when they are silent."""
-        home = await self._state.home_of(request.session)
+    async def _follow(self, router: Router, request: RequestView) -> str | None:
+        """Take over the session's home from the other proxies, or agree with them by hash when they are silent; returns
+        what they know."""
+        home = known = await self._state.home_of(request.session)
         if home is None and self._state.alone and router.session(request.session) is None:
             home = _by_hash(router.status(self._clock()), request)
         if home is not None:
             router.adopt(request.session, home, self._clock())
+        return known
 
     def _pump_soon(self, router: Router) -> None:
         if router not in self._pumping:

@@ -80,7 +80,7 @@ class State(Protocol):
 
     async def home_of(self, session: str) -> str | None: ...
 
-    def settled(self, session: str, home: str, ttl_s: float) -> None: ...
+    async def settled(self, session: str, home: str, known: str | None, ttl_s: float) -> None: ...
 
     def ended(self, session: str) -> None: ...
 
@@ -110,7 +110,7 @@ class Alone:
         """No other proxy knows one."""
         return None
 
-    def settled(self, session: str, home: str, ttl_s: float) -> None:
+    async def settled(self, session: str, home: str, known: str | None, ttl_s: float) -> None:
         """Nobody to tell."""
 
     def ended(self, session: str) -> None:
@@ -175,9 +175,17 @@ class RedisState:
         """The session's home as any proxy last settled it; None when unknown or alone."""
         return await self.call(lambda r: cast("Awaitable[str | None]", r.get(f"{self._key}pin:{session}")))
 
-    def settled(self, session: str, home: str, ttl_s: float) -> None:
-        """Tell everybody the session's home."""
-        self.send(lambda r: r.set(f"{self._key}pin:{session}", home, ex=max(1, round(ttl_s))))
+    async def settled(self, session: str, home: str, known: str | None, ttl_s: float) -> None:
+        """Tell everybody the session's home; ``known`` is what they were known to think before.
+
+        A change is waited for, so that the session's next request finds it wherever it arrives. Of two proxies that
+        settle one new session at once, the first stands.
+        """
+        key, ttl = f"{self._key}pin:{session}", max(1, round(ttl_s))
+        if home == known:
+            self.send(lambda r: r.expire(key, ttl))
+        else:
+            await self.call(lambda r: r.set(key, home, ex=ttl, nx=known is None))
 
     def ended(self, session: str) -> None:
         """The session is over."""
