@@ -37,14 +37,15 @@ class PagedCache:
         self.block_tokens = block_tokens
         self.groups = tuple(groups)
         self._on_evict = on_evict
-        self._blank = [Block(number) for number in range(blocks, 0, -1)]  # block 0 is vLLM's null block
+        self._made = 0
+        self._blank: list[Block] = []
         self._idle: OrderedDict[int, Block] = OrderedDict()
         self._found: dict[Key, dict[int, Block]] = {}
 
     @property
     def free(self) -> int:
         """Blocks that no request holds."""
-        return len(self._blank) + len(self._idle)
+        return self.capacity - self._made + len(self._blank) + len(self._idle)
 
     @property
     def usage(self) -> float:
@@ -107,11 +108,14 @@ class PagedCache:
         """
         if self._blank:
             block = self._blank.pop()
-        else:
-            if not self._idle:
-                raise IndexError("every KV block is held")
+        elif self._made < self.capacity:
+            self._made += 1  # numbers begin at 1: block 0 is vLLM's null block
+            block = Block(self._made)
+        elif self._idle:
             _, block = self._idle.popitem(last=False)
             self._forget(block)
+        else:
+            raise IndexError("every KV block is held")
         block.refs = 1
         return block
 

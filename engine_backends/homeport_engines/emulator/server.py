@@ -246,6 +246,8 @@ class Emulator:
                 return await self._failed(request, str(error))
             except EngineDeathError as error:
                 return await self._die(request, str(error))
+            except ConnectionError:
+                raise asyncio.CancelledError from None  # the client left while its answer was being written
             finally:
                 self._busy -= 1
 
