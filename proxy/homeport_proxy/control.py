@@ -14,6 +14,8 @@ from pathlib import Path
 from aiohttp import web
 
 from homeport_engines.base import EngineStats
+from homeport_engines.sglang import telemetry as sglang_telemetry
+from homeport_engines.vllm import telemetry as vllm_telemetry
 from homeport_proxy import config as configuration
 from homeport_proxy.account import Account, Listener
 from homeport_proxy.admit import Admission
@@ -22,6 +24,7 @@ from homeport_proxy.discovery import Discoverer
 from homeport_proxy.exchange import Exchange
 from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.health import Health
+from homeport_proxy.kv_feed import KvFeed
 from homeport_proxy.limits import LocalLimits
 from homeport_proxy.observe import admin
 from homeport_proxy.observe.logs import AccessLog
@@ -71,11 +74,13 @@ class Control:
         self.health = Health(
             self.fleet,
             config.health,
+            telemetry=read_telemetry,
             on_state=self._state_changed,
             on_stats=self._stats_came,
             on_cool=self._cooled,
             clock=self._clock,
         )
+        self.kv_feed = KvFeed(config.health.timeout_s)
         self.discoverer = Discoverer(self.fleet)
         self.admission = Admission(config.tenants, self.state.limits)
         self.regions = Regions(config, self._local_view, self._allowed_regions, self._clock)
@@ -104,7 +109,7 @@ class Control:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(self.discoverer.stop(), self.health.stop(), self.regions.stop())
+        await asyncio.gather(self.discoverer.stop(), self.health.stop(), self.regions.stop(), self.kv_feed.stop())
         await self.state.stop()
         self.placer.close()
         await asyncio.to_thread(self._close_books)
@@ -314,6 +319,7 @@ class Control:
             raise ConfigError(faults)
 
     def _places_changed(self) -> None:
+        self.kv_feed.keep_only(self.fleet.members)
         for name, region in self.config.regions.items():
             if region.kind == "local":
                 router = self.routers.get(name)
@@ -327,14 +333,20 @@ class Control:
         for member in self.fleet.members.values():
             if (router := self.routers.get(member.region)) is not None:
                 router.set_share(member.name, self.health.share(member))
-            self._state_changed(member, self.health.routing_state(member))
+            self._tell(member, self.health.routing_state(member), again=False)
+        self.placer.wake()
 
     def _state_changed(self, member: Member, state: State) -> None:
+        self._tell(member, state, again=True)
+        self.placer.wake()
+
+    def _tell(self, member: Member, state: State, *, again: bool) -> None:
         router = self.routers.get(member.region)
         if router is not None:
             router.set_state(member.name, state, self._clock())
+            if state == "up":
+                self.kv_feed.backend_is_up(member, router, again=again)
             self._status.pop(member.region, None)
-            self.placer.wake()
 
     def _stats_came(self, place: str, stats: EngineStats) -> None:
         member = self.fleet.member(place)
@@ -407,6 +419,11 @@ def routing_settings(config: Config) -> RoutingSettings:
         idle_ttl_s=config.affinity.idle_ttl_s,
         max_sessions=config.affinity.max_sessions,
     )
+
+
+def read_telemetry(engine: str, text: str) -> dict[int, EngineStats]:
+    """An engine family's metrics by data-parallel rank. Raises ValueError when they are not its metrics."""
+    return {"vllm": vllm_telemetry.read, "sglang": sglang_telemetry.read}[engine](text)
 
 
 def decision_log(config: Config) -> BackgroundWriter[DecisionRecord] | None:

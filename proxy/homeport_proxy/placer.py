@@ -181,6 +181,8 @@ class LocalPlacer:
 
     def wake(self) -> None:
         """Something changed outside (a backend's state, the set of places): held requests may move now."""
+        if not self._home:
+            return
         for router in self._routers.values():
             self._pump_soon(router)
 

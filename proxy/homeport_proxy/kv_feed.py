@@ -1,0 +1,159 @@
+"""KV events of engines, subscribed to and handed to the routers' exact index.
+
+``kv_events: auto`` asks vLLM's ``/kv_event_sources`` for the endpoints of each data-parallel rank; an engine that has
+none is simply not followed, and the approximate index serves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from homeport_engines.vllm.events import KvEventSubscriber
+from homeport_engines.vllm.kv import KvBatch
+from homeport_proxy.config import Backend, KvEventSource
+from homeport_proxy.fleet import Member
+from homeport_proxy.probe import ProbeError, Prober
+
+log = logging.getLogger(__name__)
+
+
+class Follower(Protocol):
+    """A router as events need it."""
+
+    def kv_events(self, place: str, batch: KvBatch) -> int | None: ...
+
+    def kv_replayed(self, place: str, batches: Sequence[KvBatch]) -> int | None: ...
+
+    def kv_follow(self, place: str, on: bool = True) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one rank publishes."""
+
+    rank: int
+    pub: str
+    replay: str | None
+    topic: str = ""
+
+
+class KvFeed:
+    """Subscriptions by place. ``follow`` may be called again and again; it changes only what changed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._following: dict[str, tuple[Source, Follower, asyncio.Task[None]]] = {}
+        self._asked: dict[str, object] = {}
+        self._asking: set[asyncio.Task[None]] = set()
+
+    def backend_is_up(self, member: Member, router: Follower, *, again: bool) -> None:
+        """A backend answers: find its sources and follow them; ``again``: ask also when nothing of it changed."""
+        subject = (tuple(member.place_names()), member.backend.kv_events)
+        if not again and self._asked.get(member.name) == subject:
+            return
+        self._asked[member.name] = subject
+        if member.backend.kv_events == "none" or member.backend.engine != "vllm":
+            self.forget(member.name)
+            self._asked[member.name] = subject
+            return
+        task = asyncio.get_running_loop().create_task(self._begin(member, router))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    def forget(self, backend: str) -> None:
+        """A backend left: follow it no more."""
+        self._asked.pop(backend, None)
+        for place in [name for name in self._following if name.partition("/")[0] == backend]:
+            _, router, task = self._following.pop(place)
+            task.cancel()
+            router.kv_follow(place, on=False)
+
+    def keep_only(self, backends: Mapping[str, Member]) -> None:
+        """Follow nothing but these."""
+        for backend in {place.partition("/")[0] for place in self._following} - backends.keys():
+            self.forget(backend)
+
+    async def stop(self) -> None:
+        """End every subscription."""
+        tasks = [task for _, _, task in self._following.values()] + list(self._asking)
+        self._following.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _begin(self, member: Member, router: Follower) -> None:
+        sources = await sources_of(member.backend, self._timeout_s)
+        places = member.place_names()
+        for source in sources:
+            place = places[source.rank] if source.rank < len(places) else None
+            if place is None or (place in self._following and self._following[place][0] == source):
+                continue
+            if place in self._following:
+                self._following[place][2].cancel()
+            task = asyncio.create_task(self._follow(place, source, router), name=f"kv events {place}")
+            self._following[place] = (source, router, task)
+
+    async def _follow(self, place: str, source: Source, router: Follower) -> None:
+        def replayed(batches: Sequence[KvBatch]) -> None:
+            router.kv_replayed(place, batches)
+
+        router.kv_follow(place)
+        subscriber = KvEventSubscriber(
+            source.pub, source.replay, lambda batch: router.kv_events(place, batch), replayed, topic=source.topic
+        )
+        with contextlib.suppress(asyncio.CancelledError):
+            try:
+                await subscriber.run()
+            except Exception:  # the approximate index goes on without it
+                log.exception("KV events of %s are followed no more", place)
+                router.kv_follow(place, on=False)
+
+
+async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:
+    """The backend's event sources, as configured or as the engine tells; none when it publishes nothing."""
+    host = urlsplit(backend.url).hostname or ""
+    if isinstance(backend.kv_events, KvEventSource):
+        count = backend.data_parallel if isinstance(backend.data_parallel, int) else 1
+        given = backend.kv_events
+        return [
+            Source(rank, _plus(given.pub, rank), _plus(given.replay, rank) if given.replay else None)
+            for rank in range(count)
+        ]
+    try:
+        async with Prober(timeout_s) as prober:
+            listed = json.loads(await prober.get(backend, "/kv_event_sources"))
+        entries = listed if isinstance(listed, list) else listed["sources"]
+        return [
+            Source(
+                int(entry.get("data_parallel_rank") or 0),
+                _reachable(str(entry["endpoint"]), host),
+                _reachable(str(entry["replay_endpoint"]), host) if entry.get("replay_endpoint") else None,
+                str(entry.get("topic") or ""),
+            )
+            for entry in entries
+        ]
+    except (ProbeError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _reachable(endpoint: str, host: str) -> str:
+    """A bind address as seen from outside: ``tcp://*:5557`` on the engine's own host."""
+    literal = f"[{host}]" if ":" in host else host
+    for anywhere in ("*", "0.0.0.0", "[::]"):
+        endpoint = endpoint.replace(f"//{anywhere}:", f"//{literal}:")
+    if not endpoint.startswith("tcp://"):
+        raise ValueError(f"{endpoint} is no tcp endpoint")
+    return endpoint
+
+
+def _plus(endpoint: str, rank: int) -> str:
+    """Rank i publishes i ports above rank 0."""
+    base, colon, port = endpoint.rpartition(":")
+    return f"{base}{colon}{int(port) + rank}" if port.isdigit() else endpoint
