@@ -51,6 +51,7 @@ class ScriptedEngine:
         app = web.Application(client_max_size=128 * 1024 * 1024)
         app.router.add_get("/health", _ok)
         app.router.add_get("/metrics", _ok)
+        app.router.add_get("/kv_event_sources", _absent)
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{tail:.*}", self._serve)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -85,6 +86,10 @@ class ScriptedEngine:
 
 async def _ok(_: web.Request) -> web.Response:
     return web.Response()
+
+
+async def _absent(_: web.Request) -> web.Response:
+    return web.Response(status=404)
 
 
 def chunk(content: str | None = None, **more: Any) -> bytes:
@@ -232,7 +237,7 @@ class RawEngine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await self.read_request(reader, keep=False)
-            if head.startswith((b"GET /health", b"GET /metrics", b"GET /v1/models ")):
+            if head.startswith((b"GET /health", b"GET /metrics", b"GET /v1/models ", b"GET /kv_event_sources")):
                 data = b'{"data":[{"id":"m"}]}'
                 writer.write(
                     b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(data), data)
