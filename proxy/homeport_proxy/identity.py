@@ -89,6 +89,26 @@ class _Found:
     kind: Kind = "main"
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What identity needs of a request: names, digests and flags, none of its text.
+
+    ``named``: the key it gives itself; else ``shared``, a name that may stand for many conversations, and ``mark``, the
+    conversation's own digests (None when it cannot be read); ``body`` stands for it when there is nothing else.
+    """
+
+    namespace: bytes
+    named: _Found | None
+    shared: tuple[str, str] | None
+    mark: fingerprint.Identity | None
+    body: bytes
+    parent: bytes | None
+    kind: Kind | None
+    tools: bool
+    system: bytes
+    final: bool
+
+
 class Identities:
     """Finds session keys; remembers conversations for as many sessions as ``max_sessions`` allows."""
 
@@ -109,52 +129,28 @@ class Identities:
 
     def identify(self, exchange: Exchange, body: Mapping[str, JsonValue]) -> Identity:
         """The identity of a request; ``body`` is its decoded document."""
-        namespace = f"{exchange.caller.name}\0{exchange.model}\0".encode()
-        found = self._named(exchange, body)
-        if found is None:
-            found = self._shared_or_inferred(exchange, body, namespace)
-        key = namespace + found.key
-        session = digest(key)
-        hinted = _first(exchange.headers, PARENT_HEADERS)
-        parent = (
-            namespace + _utf8(hinted[1]) if hinted is not None else namespace + found.parent if found.parent else None
-        )
-        kind = self._kind(exchange, body, found, key, hinted is not None)
+        return self.resolve(look(exchange, body, self._headers))
+
+    def resolve(self, seen: Look) -> Identity:
+        """The identity of a request by what :func:`look` saw of it, and by what is remembered of others."""
+        found = seen.named or self._shared_or_inferred(seen)
+        key = seen.namespace + found.key
+        parent_key = seen.parent if seen.parent is not None else found.parent
+        parent = seen.namespace + parent_key if parent_key else None
         return Identity(
-            session=session,
+            session=digest(key),
             source=found.source,
-            kind=kind,
+            kind=self._kind(seen, found, key),
             parent=digest(parent) if parent is not None and parent != key else None,
-            final=exchange.headers.get("x-homeport-final") == "1",
+            final=seen.final,
         )
-
-    # keys that are given
-
-    def _named(self, exchange: Exchange, body: Mapping[str, JsonValue]) -> _Found | None:
-        headers = exchange.headers
-        given = _first(headers, self._headers)
-        if given is None:
-            given = _in_metadata(body.get("metadata"))
-        if given is None:
-            return None
-        source, value = given
-        agent = headers.get("x-claude-code-agent-id")
-        thread = headers.get("thread-id")
-        if not agent and thread and thread != headers.get("session-id") and "session-id" in headers:
-            agent = thread
-        key = _utf8(value)
-        return _Found(source, key) if not agent else _Found(source, key + b"\0agent\0" + _utf8(agent), key, "subagent")
 
     # keys that many conversations may share, and none at all
 
-    def _shared_or_inferred(self, exchange: Exchange, body: Mapping[str, JsonValue], namespace: bytes) -> _Found:
-        shared = next(((name, value) for name in SHARED_KEYS if (value := _shared_value(body.get(name)))), None)
-        if exchange.api not in GENERATING:
-            return _Found(shared[0], _utf8(shared[1])) if shared else _Found("request", exchange.body[:65_536])
-        try:
-            mark = fingerprint.identity(cast("Api", exchange.api), body)
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            return _Found(shared[0], _utf8(shared[1])) if shared else _Found("request", _short(exchange.body))
+    def _shared_or_inferred(self, seen: Look) -> _Found:
+        shared, mark, namespace = seen.shared, seen.mark, seen.namespace
+        if mark is None:
+            return _Found(shared[0], _utf8(shared[1])) if shared else _Found("request", seen.body)
         if shared is None:
             key, parent = self._conversation(namespace, mark, mark.head)
             return _Found("conversation", b"\0conversation\0" + key, b"\0conversation\0" + parent if parent else None)
@@ -204,14 +200,10 @@ class Identities:
 
     # side requests
 
-    def _kind(
-        self, exchange: Exchange, body: Mapping[str, JsonValue], found: _Found, key: bytes, has_parent: bool
-    ) -> Kind:
-        given = _KINDS.get(exchange.headers.get("x-homeport-kind", "").lower())
+    def _kind(self, seen: Look, found: _Found, key: bytes) -> Kind:
+        given = seen.kind
         if given is not None and given != "main":
             return given
-        tools = bool(body.get("tools"))
-        system = _system_digest(exchange.api, body)
         shape = self._shapes.get(_short(key))
         if shape is None:
             shape = _Shape()
@@ -221,16 +213,63 @@ class Identities:
         if (
             given is None
             and by_key
-            and not tools
+            and not seen.tools
             and mains
-            and system not in mains
+            and seen.system not in mains
             and (shape.with_tools or any(mains))
         ):
             return "side"
-        seen = shape.with_tools if tools else shape.without
-        if len(seen) < 16:
-            seen.add(system)
-        return given or ("subagent" if has_parent else found.kind)
+        systems = shape.with_tools if seen.tools else shape.without
+        if len(systems) < 16:
+            systems.add(seen.system)
+        return given or ("subagent" if seen.parent is not None else found.kind)
+
+
+def look(exchange: Exchange, body: Mapping[str, JsonValue], headers: Sequence[str]) -> Look:
+    """What identity needs of a request; ``headers`` are those that name sessions, in order."""
+    named = _named(exchange, body, headers)
+    shared: tuple[str, str] | None = None
+    mark: fingerprint.Identity | None = None
+    if named is None:
+        shared = next(((name, value) for name in SHARED_KEYS if (value := _shared_value(body.get(name)))), None)
+        mark = _mark(exchange, body)
+    hinted = _first(exchange.headers, PARENT_HEADERS)
+    return Look(
+        namespace=f"{exchange.caller.name}\0{exchange.model}\0".encode(),
+        named=named,
+        shared=shared,
+        mark=mark,
+        body=_short(exchange.body) if named is None and mark is None and shared is None else b"",
+        parent=_utf8(hinted[1]) if hinted is not None else None,
+        kind=_KINDS.get(exchange.headers.get("x-homeport-kind", "").lower()),
+        tools=bool(body.get("tools")),
+        system=_system_digest(exchange.api, body),
+        final=exchange.headers.get("x-homeport-final") == "1",
+    )
+
+
+def _mark(exchange: Exchange, body: Mapping[str, JsonValue]) -> fingerprint.Identity | None:
+    if exchange.api not in GENERATING:
+        return None
+    try:
+        return fingerprint.identity(cast("Api", exchange.api), body)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return None  # not the shape this API promises: the engine will say so
+
+
+def _named(exchange: Exchange, body: Mapping[str, JsonValue], names: Sequence[str]) -> _Found | None:
+    """The key a request gives itself, by header or metadata; a sub-agent's own id extends it."""
+    headers = exchange.headers
+    given = _first(headers, names) or _in_metadata(body.get("metadata"))
+    if given is None:
+        return None
+    source, value = given
+    agent = headers.get("x-claude-code-agent-id")
+    thread = headers.get("thread-id")
+    if not agent and thread and thread != headers.get("session-id") and "session-id" in headers:
+        agent = thread
+    key = _utf8(value)
+    return _Found(source, key) if not agent else _Found(source, key + b"\0agent\0" + _utf8(agent), key, "subagent")
 
 
 def digest(key: bytes) -> str:
