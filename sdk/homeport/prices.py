@@ -252,7 +252,8 @@ def _vendor_price(model: str, provider: str | None, url: str | None, when: datet
         )
     except (LookupError, ValueError):
         return None
-    if context and not any(context.items() <= variant.when.items() for variant in result.model.price_variants or ()):
+    variants = [variant for variant in result.model.price_variants or () if context == variant.when]
+    if context and not any(one.constraint is None or one.constraint.active(when) for one in variants):
         return None  # billed under a tier whose price nobody published
     return _from_vendor(lambda key: getattr(result.model_price, key, None))
 
