@@ -252,7 +252,7 @@ def _sort_packed(packed: bytes) -> bytes:
 _CACHED_BYTES = 16_384
 _sorted_packed = lru_cache(maxsize=512)(_sort_packed)
 
-_WORD = re.compile(r"[\w.-]+")
+_WORD = re.compile(r"\w+")
 
 
 def _note_words(

@@ -178,6 +178,7 @@ def apply(text: str, rules: Iterable[Declared], frozen: dict[str, str]) -> tuple
 
     ``frozen`` holds the session's first texts by rule and place, and is added to. Applying twice changes nothing more.
     """
+    before = text
     moved: list[str] = []
     acted: list[Declared] = []
     for rule in rules:
@@ -187,7 +188,7 @@ def apply(text: str, rules: Iterable[Declared], frozen: dict[str, str]) -> tuple
             acted.append(rule)
     if moved:
         text = "".join([text, "" if not text or text.endswith("\n") else "\n", *moved])
-    return text, acted
+    return (text, acted) if text != before else (before, [])
 
 
 def _apply(text: str, rule: Declared, frozen: dict[str, str], moved: list[str]) -> str:
