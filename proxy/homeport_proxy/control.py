@@ -19,11 +19,13 @@ from homeport_engines.vllm import telemetry as vllm_telemetry
 from homeport_proxy import config as configuration
 from homeport_proxy.account import Account, Listener
 from homeport_proxy.admit import Admission
+from homeport_proxy.books import LocalBooks
 from homeport_proxy.config import Config, ConfigError
 from homeport_proxy.discovery import Discoverer
 from homeport_proxy.exchange import Exchange
 from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.health import Health
+from homeport_proxy.identity import Identities
 from homeport_proxy.kv_feed import KvFeed
 from homeport_proxy.limits import LocalLimits
 from homeport_proxy.observe import admin
@@ -84,6 +86,8 @@ class Control:
         self.discoverer = Discoverer(self.fleet)
         self.admission = Admission(config.tenants, self.state.limits)
         self.regions = Regions(config, self._local_view, self._allowed_regions, self._clock)
+        identities = Identities(config.affinity.headers, config.affinity.max_sessions)
+        self.books = LocalBooks(identities, self.regions)
         self.recorder = Recorder(config.record)
         self.access_log = AccessLog(config.log)
         self._decisions = decision_log(config)

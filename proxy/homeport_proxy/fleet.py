@@ -82,6 +82,10 @@ class Fleet:
         """The member behind a place (``d0`` or ``d0/dp3``)."""
         return self.members.get(place.partition("/")[0])
 
+    def place_names(self) -> list[str]:
+        """Every place of every member."""
+        return [place for member in self.members.values() for place in member.place_names()]
+
     def learned(self, member: Member, *, models: frozenset[str], max_len: int | None) -> None:
         """What the engine says it serves, and its longest context in tokens."""
         if (member.models, member.max_model_len) != (models, max_len):

@@ -17,7 +17,7 @@ from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
 from homeport_engines import capabilities
 from homeport_engines.registry import transfer_of
-from homeport_proxy import handoff, paths, peering
+from homeport_proxy import handoff, paths, peering, stored
 from homeport_proxy.api import of_path
 from homeport_proxy.api.base import ClientApi, is_internal
 from homeport_proxy.control import Control
@@ -26,12 +26,11 @@ from homeport_proxy.engines import Engines
 from homeport_proxy.errors import ProxyError, invalid_request, model_not_found, no_backend, overloaded, render
 from homeport_proxy.exchange import Exchange, Identity
 from homeport_proxy.headers import of_exchange, usable_request_id
-from homeport_proxy.identity import Identities
+from homeport_proxy.identity import look
 from homeport_proxy.intake import read_body
 from homeport_proxy.job import Job
 from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, Word
 from homeport_proxy.splice import NotAnObjectError, document_of, edit, raw_members
-from homeport_proxy.stored import StoredResponses
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +44,6 @@ class Pipeline:
     def __init__(self, control: Control) -> None:
         self.control = control
         self.engines = Engines(control.fleet)
-        self.identities = Identities(control.config.affinity.headers, control.config.affinity.max_sessions)
-        self.stored = StoredResponses()
         self.desk = handoff.Desk(
             engines=self.engines,
             health=control.health,
@@ -91,7 +88,7 @@ class Pipeline:
             raise overloaded("The proxy is stopping; send the request to another one.")
         exchange.body = await read_body(request, config.limits.body_bytes)
         job = self._understand(exchange, request)
-        self._identify(exchange, job)
+        await self._identify(exchange, job)
         async with self.control.admission.enter(exchange):
             await self._locate_and_answer(exchange, job, down)
 
@@ -135,7 +132,7 @@ class Pipeline:
             job.put["model"] = model.name
         return model.name
 
-    def _identify(self, exchange: Exchange, job: Job) -> None:
+    async def _identify(self, exchange: Exchange, job: Job) -> None:
         document = exchange.document
         longest = self.control.fleet.max_model_len(exchange.model)
         estimate = self.control.account.bytes_per_token.tokens(exchange.model, len(exchange.body))
@@ -143,7 +140,8 @@ class Pipeline:
         exchange.prompt_tokens_estimate = estimate if longest is None else min(estimate, longest - 1)
         if not job.api.generates or document is None:
             return
-        exchange.identity = self.identities.identify(exchange, document)
+        seen = look(exchange, document, self.control.config.affinity.headers)
+        exchange.identity = await self.control.books.identify(seen)
         try:
             blocks = fingerprint.text_blocks(cast("Api", exchange.api), document, BLOCK_CHARS)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
@@ -153,7 +151,7 @@ class Pipeline:
     # locate, place, answer
 
     async def _locate_and_answer(self, exchange: Exchange, job: Job, down: Downstream) -> None:
-        located = self.control.regions.locate(exchange)
+        located = await self.control.books.locate(exchange)
         if located is None:
             raise no_backend("No region that may serve this request is usable.")
         exchange.region, exchange.region_reason = located.region, located.reason or None
@@ -166,7 +164,7 @@ class Pipeline:
         try:
             await self._hold_to_stored_state(exchange)
             await handoff.answer(self.desk, exchange, job, down)
-            self.stored.learn(exchange)
+            self._remember_stored(exchange)
         finally:
             await self._give_back(exchange)
 
@@ -226,10 +224,10 @@ class Pipeline:
 
     async def _hold_to_stored_state(self, exchange: Exchange) -> None:
         """A request that names stored state is served by the backend that holds it, or refused."""
-        wanted = self.stored.named(exchange)
+        wanted = stored.named(exchange)
         if wanted is None or exchange.ticket is None:
             return
-        place = self.stored.place(exchange, wanted)
+        place = await self.control.books.holder(exchange.tenant, wanted)
         if place is None:
             raise invalid_request(
                 f"`{wanted}` is not known here: it was stored on no backend that this proxy has used since it started.",
@@ -238,12 +236,17 @@ class Pipeline:
             )
         decision = exchange.decision
         if decision is not None and (decision.place != place or decision.prefill_place is not None):
-            router_places = {status.name for status in self.control.places()}
-            decision = await self.control.placer.again(exchange.ticket, frozenset(router_places - {place}))
+            others = frozenset(self.control.fleet.place_names()) - {place}
+            decision = await self.control.placer.again(exchange.ticket, others)
             if decision is None:
                 raise no_backend(f"{place}, which holds `{wanted}`, cannot be used now.")
             decision = replace(decision, word=Word.HOME, reason="holds the stored response")
             exchange.ticket.decision = exchange.decision = decision
+
+    def _remember_stored(self, exchange: Exchange) -> None:
+        serving = exchange.serving
+        if exchange.response_id is not None and serving is not None and exchange.ok:
+            self.control.books.stored(exchange.tenant, exchange.response_id, serving.place)
 
     async def _give_back(self, exchange: Exchange) -> None:
         """Release the ticket, once, also when the client left."""

@@ -17,25 +17,24 @@ class StoredResponses:
     def __init__(self, kept: int = KEPT) -> None:
         self._places: Bounded[str] = Bounded(kept)
 
-    def learn(self, exchange: Exchange) -> None:
-        """Remember who answered."""
-        serving = exchange.serving
-        if exchange.response_id is not None and serving is not None and exchange.ok:
-            self._places.put(_key(exchange.tenant, exchange.response_id), serving.place)
+    def put(self, tenant: str, response_id: str, place: str) -> None:
+        """Remember who stored a response."""
+        self._places.put(_key(tenant, response_id), place)
 
-    def named(self, exchange: Exchange) -> str | None:
-        """The stored response that a request names, by path or by ``previous_response_id``."""
-        match = _RESPONSE_PATH.match(exchange.path)
-        if match is not None:
-            return match.group(1)
-        if exchange.api != "responses" or exchange.document is None:
-            return None
-        previous = exchange.document.get("previous_response_id")
-        return previous if isinstance(previous, str) and previous else None
-
-    def place(self, exchange: Exchange, response_id: str) -> str | None:
+    def holder(self, tenant: str, response_id: str) -> str | None:
         """The place that holds it; None when it is not known."""
-        return self._places.get(_key(exchange.tenant, response_id))
+        return self._places.get(_key(tenant, response_id))
+
+
+def named(exchange: Exchange) -> str | None:
+    """The stored response that a request names, by path or by ``previous_response_id``."""
+    match = _RESPONSE_PATH.match(exchange.path)
+    if match is not None:
+        return match.group(1)
+    if exchange.api != "responses" or exchange.document is None:
+        return None
+    previous = exchange.document.get("previous_response_id")
+    return previous if isinstance(previous, str) and previous else None
 
 
 def _key(tenant: str, response_id: str) -> bytes:
