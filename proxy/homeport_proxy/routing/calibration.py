@@ -29,6 +29,7 @@ class PrefillRates:
 
     def __init__(self, prior: Rates) -> None:
         self.rates = prior
+        self.observed = 0
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._reset()
 
@@ -42,6 +43,7 @@ class PrefillRates:
         """A prefill of ``uncached_tokens`` after ``cached_tokens`` took ``took_s`` alone; returns the new rates."""
         if took_s <= 0:
             return self.rates
+        self.observed += 1
         if uncached_tokens < _LEAST_TOKENS:
             self._learn_t0(uncached_tokens, cached_tokens, took_s)
             return self.rates

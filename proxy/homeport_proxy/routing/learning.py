@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import xxhash
 
 from homeport_proxy.routing.calibration import learned_step, learned_transfer
@@ -15,7 +17,14 @@ _DEFAULT_BLOCK_TOKENS = 128
 _ENOUGH_OUTPUT_TOKENS = 8
 
 
-def learn_speeds(ticket: Ticket, flight: Flight, now_s: float, cached_tokens: int | None, output_tokens: int) -> None:
+def learn_speeds(
+    ticket: Ticket,
+    flight: Flight,
+    places: Mapping[str, Place],
+    now_s: float,
+    cached_tokens: int | None,
+    output_tokens: int,
+) -> None:
     """Rates of the engines that served the request, from when its tokens came."""
     host, prefiller, request = flight.host, flight.prefiller, flight.request
     if host is None or prefiller is None or ticket.first_token_s is None:
@@ -24,6 +33,9 @@ def learn_speeds(ticket: Ticket, flight: Flight, now_s: float, cached_tokens: in
     if flight.prefill_took_s is not None:
         took_s = flight.prefill_took_s - prefiller.rates.rtt_s
         prefiller.learn_prefill(request.prompt_tokens - cached, cached, took_s)
+        for other in places.values():
+            if other is not prefiller and other.spec.role == prefiller.spec.role:
+                other.borrow(prefiller)
     if output_tokens >= _ENOUGH_OUTPUT_TOKENS and now_s > ticket.first_token_s:
         step_s = (now_s - ticket.first_token_s) / output_tokens * host.view.tokens_per_step
         host.set_rates(learned_step(host.rates, host.load.requests, host.load.decode_tokens, step_s))
@@ -44,7 +56,7 @@ def learn_index(flight: Flight, index: Index, prompt_tokens: int, cached_tokens:
         place.confidence.trust_again()
 
 
-def sight(flight: Flight, index: Index, places: dict[str, Place], now_s: float, idle_ttl_s: float) -> Sight:
+def sight(flight: Flight, index: Index, places: Mapping[str, Place], now_s: float, idle_ttl_s: float) -> Sight:
     """What is known of a request's prompt as it is bound, before it is sent (see ``causes``)."""
     request, session, worker = flight.request, flight.session, flight.prefiller
     if worker is None:
@@ -64,10 +76,11 @@ def sight(flight: Flight, index: Index, places: dict[str, Place], now_s: float, 
     )
 
 
-def _warmest_elsewhere(flight: Flight, index: Index, places: dict[str, Place]) -> int:
+def _warmest_elsewhere(flight: Flight, index: Index, places: Mapping[str, Place]) -> int:
     """Cached tokens at the places where the session's prefix may lie: its home and where it last ran."""
     session = flight.session
-    names = {session.home, session.last_place} - {None, flight.prefiller.spec.name if flight.prefiller else None}
+    here = flight.prefiller.spec.name if flight.prefiller is not None else None
+    names = {name for name in (session.home, session.last_place) if name is not None and name != here}
     return max((index.cached_tokens(name, flight.request) for name in names if name in places), default=0)
 
 

@@ -9,6 +9,9 @@ from homeport_proxy.routing.calibration import Confidence, PrefillRates
 from homeport_proxy.routing.load import PlaceLoad
 from homeport_proxy.routing.views import PlaceSpec, PlaceView, Rates, State
 
+_OWN_OBSERVATIONS = 4
+"""Prefills seen before a place's speeds are its own."""
+
 _FORGET_EVERY = 40
 """Observations between two rebuilds of a place's index: a systematic fault is shown, not chased."""
 
@@ -65,6 +68,19 @@ class Place:
     def learn_prefill(self, uncached_tokens: int, cached_tokens: int, took_s: float) -> None:
         """A prefill took the engine ``took_s``."""
         self.rates = self.view.rates = self.prefill_rates.observe(uncached_tokens, cached_tokens, took_s)
+
+    def borrow(self, other: Place) -> None:
+        """Take another place's learned speeds (scaled by the configured capacities) until there are enough own ones.
+
+        A place never tried would else look faster or slower than the fleet for ever, and draw all traffic or none.
+        """
+        if self.prefill_rates.observed < _OWN_OBSERVATIONS:
+            ratio = self.spec.capacity / other.spec.capacity
+            learned = replace(other.rates, tokens_per_s=other.rates.tokens_per_s * ratio, rtt_s=self.rates.rtt_s)
+            observed = self.prefill_rates.observed
+            self.prefill_rates = PrefillRates(learned)
+            self.prefill_rates.observed = observed
+            self.set_rates(learned)
 
     def believe(self, api: str, expected_tokens: int, reported_tokens: int) -> bool:
         """Compare index and engine; True when the index is so wrong that it should be rebuilt."""

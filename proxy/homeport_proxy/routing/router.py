@@ -161,7 +161,7 @@ class Router:
 
     def due(self, now_s: float) -> list[Ticket]:
         """Tickets decided by now, their load taken. One without a decision was refused (``ticket.refused``)."""
-        decided, self._ready = self._ready, []
+        decided, self._ready = [ticket for ticket in self._ready if not ticket.closed], []
         while self._guarded and not self._overloaded():
             decided += self._decide_anew(self._guarded.popleft(), now_s, now_s)
         if not len(self._queues):
@@ -262,7 +262,7 @@ class Router:
         if flight is None:
             return Outcome(prompt_tokens, cached_tokens)
         if ok and flight.host is not None:
-            learn_speeds(ticket, flight, now_s, cached_tokens, output_tokens or 0)
+            learn_speeds(ticket, flight, self._places, now_s, cached_tokens, output_tokens or 0)
             if prompt_tokens and cached_tokens is not None:
                 learn_index(flight, self._index, prompt_tokens, cached_tokens, now_s)
             if ticket.request.kind != "side":

@@ -25,7 +25,6 @@ class Job:
     first_token_s: float = 0.0
     host: SimEngine | None = None
     attempt: int = 0
-    lost: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +42,6 @@ class SimEngine:
     running: Job | None = None
     sequences: int = 0
     context_tokens: int = 0
-    alive: bool = True
     _prefills: deque[tuple[float, float, float]] = field(default_factory=deque)
 
     def start_prefill(self, now_s: float) -> float | None:
@@ -81,6 +79,13 @@ class SimEngine:
         self.sequences -= 1
         self.context_tokens -= job.call.prompt_tokens
         self.cache.use(job.call.keys)
+
+    def crash(self) -> None:
+        """Everything in memory is gone."""
+        self.waiting.clear()
+        self.running = None
+        self.sequences = self.context_tokens = 0
+        self.cache.clear()
 
     def stretched(self, since_s: float, until_s: float) -> list[tuple[float, float]]:
         """(chunk seconds, chunks) of prefill that ran here between two times: each stretched one decode step."""

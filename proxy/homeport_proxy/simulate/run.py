@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -17,10 +17,19 @@ from homeport_proxy.simulate.engine import Job, SimEngine
 from homeport_proxy.simulate.oracle import OracleIndex
 from homeport_proxy.simulate.peers import PEERS
 from homeport_proxy.simulate.result import Sample, Samples
-from homeport_proxy.simulate.workload import Call, Lane, Workload
+from homeport_proxy.simulate.workload import Lane, Workload
 
 MODEL = "m"
 ONE_CACHE = "one-cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An engine that dies at ``down_s`` and comes back with an empty cache at ``up_s`` (None: never)."""
+
+    engine: str
+    down_s: float
+    up_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +59,7 @@ class Simulation:
         settings: RoutingSettings | None = None,
         rule: Policy | None = None,
         queue_for_peers: bool = False,
+        failures: Sequence[Failure] = (),
     ) -> None:
         self.workload = workload
         self.cluster = cluster
@@ -64,7 +74,9 @@ class Simulation:
         self._lanes: list[LaneRun] = []
         self._jobs: dict[Ticket, Job] = {}
         self._requests = 0
-        self._kinds: dict[str, Word] = {}
+        self._measuring = 0
+        for failure in failures:
+            self._plan(failure)
 
     def _router(
         self, policy: str, seed: int, settings: RoutingSettings, rule: Policy | None, queue_for_peers: bool
@@ -98,6 +110,8 @@ class Simulation:
         self.samples.window_s = (start * span_s, end * span_s)
         while self._events:
             self.now_s, _, action = heapq.heappop(self._events)
+            if self.now_s > self.samples.window_s[1] and not self._measuring:
+                break  # what comes after the window changes nothing in it
             action()
             self._pump()
         return self.samples
@@ -167,6 +181,7 @@ class Simulation:
             final=last and self.cluster.end_hints,
         )
         ticket = self.router.arrive(request, self.now_s)
+        self._measuring += self.now_s <= self.samples.window_s[1]
         self._jobs[ticket] = Job(ticket, call, lane, self.now_s)
 
     def _pump(self) -> None:
@@ -188,11 +203,14 @@ class Simulation:
 
     def _start_prefill(self, engine: SimEngine) -> None:
         done_s = engine.start_prefill(self.now_s)
-        if done_s is not None:
-            self.at(done_s, lambda: self._prefilled(engine))
+        job, attempt = engine.running, engine.running.attempt if engine.running is not None else 0
+        if done_s is not None and job is not None:
+            self.at(done_s, lambda: self._prefilled(engine, job, attempt))
 
-    def _prefilled(self, engine: SimEngine) -> None:
-        job = engine.end_prefill()
+    def _prefilled(self, engine: SimEngine, job: Job, attempt: int) -> None:
+        if engine.running is not job or job.attempt != attempt:
+            return  # the engine died meanwhile
+        engine.end_prefill()
         host = job.host
         if host is None:
             raise RuntimeError("a prefill without a host")
@@ -203,15 +221,18 @@ class Simulation:
         self.router.prefill_done(job.ticket, self.now_s, job.cached_tokens)
         held = min(host.cache.match(job.call.keys) * host.block_tokens, job.call.prompt_tokens)
         transfer_s = (job.call.prompt_tokens - held) / host.rates.transfer_tokens_per_s
-        self.at(self.now_s + transfer_s, lambda: self._first_token(job, host))
+        self.at(self.now_s + transfer_s, lambda: self._first_token(job, host) if job.attempt == attempt else None)
 
     def _first_token(self, job: Job, host: SimEngine) -> None:
+        attempt = job.attempt
         job.first_token_s = self.now_s
         host.cache.use(job.call.keys)
         self.router.first_token(job.ticket, self.now_s)
-        self.at(host.start_decode(job, self.now_s), lambda: self._finished(job, host))
+        self.at(host.start_decode(job, self.now_s), lambda: self._finished(job, host, attempt))
 
-    def _finished(self, job: Job, host: SimEngine) -> None:
+    def _finished(self, job: Job, host: SimEngine, attempt: int) -> None:
+        if job.attempt != attempt:
+            return  # the engine died meanwhile
         host.end_decode(job)
         call = job.call
         self.router.finished(
@@ -223,6 +244,7 @@ class Simulation:
             ok=True,
         )
         del self._jobs[job.ticket]
+        self._measuring -= job.arrived_s <= self.samples.window_s[1]
         self._record(job, host)
         run = self._lanes[job.lane]
         if not self.workload.closed:
@@ -232,6 +254,37 @@ class Simulation:
             self._arrive_at(self.now_s + self._lanes[follower].lane.calls[0].wait_s, follower)
         if run.next_call < len(run.lane.calls):
             self._arrive_at(self.now_s + run.lane.calls[run.next_call].wait_s, job.lane)
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def _plan(self, failure: Failure) -> None:
+        self.at(failure.down_s, lambda: self._fail(failure.engine))
+        if failure.up_s is not None:
+            self.at(failure.up_s, lambda: self._revive(failure.engine))
+
+    def _fail(self, name: str) -> None:
+        """The engine dies: what waits there is tried elsewhere, what was being answered is asked again."""
+        engine = self.engines[name]
+        self.router.set_state(name, "down", self.now_s)
+        lost = [job for job in self._jobs.values() if job.host is engine]
+        engine.crash()
+        for job in lost:
+            job.attempt += 1
+            if job.first_token_s:
+                self.router.cancel(job.ticket, self.now_s)
+                del self._jobs[job.ticket]
+                self._measuring -= job.arrived_s <= self.samples.window_s[1]
+                self._ask_again(job)
+            elif self.router.again(job.ticket, frozenset({name}), self.now_s) is not None:
+                self._dispatch(job)
+
+    def _ask_again(self, job: Job) -> None:
+        run = self._lanes[job.lane]
+        position = run.lane.calls.index(job.call)
+        self.at(self.now_s, lambda: self._arrive(job.lane, position))
+
+    def _revive(self, name: str) -> None:
+        self.router.set_state(name, "up", self.now_s)
 
     def _record(self, job: Job, host: SimEngine) -> None:
         decision = job.ticket.decision
@@ -301,11 +354,3 @@ def _specs(cluster: Cluster, engines: dict[str, SimEngine]) -> list[PlaceSpec]:
         )
         for name, role in _names(cluster)
     ]
-
-
-def call_count(workload: Workload) -> int:
-    """Requests of a workload."""
-    return workload.calls
-
-
-__all__ = ["MODEL", "ONE_CACHE", "Call", "Simulation"]

@@ -94,13 +94,17 @@ def load(
     think_cap_s: float = 600,
     max_start_tokens: int = 150_000,
     max_context_tokens: int = 200_000,
+    copies: int = 1,
 ) -> Workload:
-    """Read any trace. Sizes in tokens; see the cluster file's ``sessions`` for the cuts on agentic sessions."""
+    """Read any trace. Sizes in tokens; see the cluster file's ``sessions`` for the cuts on agentic sessions.
+
+    ``copies``: agentic sessions are read so many times, each copy with content of its own but for the shared head.
+    """
     kind = sniff(path)
     if kind == "mooncake":
         return _mooncake(path)
     if kind == "blocks":
-        return _blocks(path, block_tokens, think_cap_s, max_start_tokens, max_context_tokens)
+        return _blocks(path, block_tokens, think_cap_s, max_start_tokens, max_context_tokens, copies)
     from homeport_proxy.simulate.recorded import load_recorded
 
     return load_recorded(path, kind, block_tokens, think_cap_s)
@@ -138,7 +142,7 @@ def _continued(sessions: dict[int, Conversation], ids: Sequence[int]) -> Convers
 
 
 def _blocks(
-    path: Path, block_tokens: int, think_cap_s: float, max_start_tokens: int, max_context_tokens: int
+    path: Path, block_tokens: int, think_cap_s: float, max_start_tokens: int, max_context_tokens: int, copies: int
 ) -> Workload:
     decoder = msgspec.json.Decoder(BlockSession)
     conversations = []
@@ -154,7 +158,10 @@ def _blocks(
             )
         if not session.requests or session.requests[0].input_tokens > max_start_tokens:
             continue
-        conversations.append(_conversation(session, block_tokens, think_cap_s, max_context_tokens))
+        name = session.session
+        for copy in range(copies):
+            session.session = f"{name}#{copy}" if copy else name
+            conversations.append(_conversation(session, block_tokens, think_cap_s, max_context_tokens))
     return Workload(conversations, closed=True, block_tokens=block_tokens)
 
 

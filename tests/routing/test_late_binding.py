@@ -1,0 +1,151 @@
+"""Held requests: short ones first, nothing starves, tenants and users get their shares, idle places help."""
+
+from homeport_proxy.routing.views import RoutingSettings, Ticket, Word
+from routing.routing_kit import Fleet, request, spec
+
+
+def drain(fleet: Fleet, tickets: list[Ticket]) -> list[str]:
+    """Play an engine that takes one prefill at a time, exactly as predicted; sessions in the order served."""
+    served: list[str] = []
+    waiting = set(tickets)
+    while waiting:
+        decided = fleet.router.due(fleet.now_s)
+        for ticket in decided:
+            served.append(ticket.request.session)
+            fleet.now_s += 0.02 + ticket.request.prompt_tokens / 16_000
+            fleet.router.first_token(ticket, fleet.now_s)
+            fleet.router.cancel(ticket, fleet.now_s)
+            waiting.discard(ticket)
+        if not decided:
+            due_s = fleet.router.next_due_s(fleet.now_s)
+            assert due_s is not None
+            fleet.now_s = max(due_s, fleet.now_s + 1e-3)
+    return served
+
+
+def held(fleet: Fleet, *requests_: tuple[str, int], **more: object) -> list[Ticket]:
+    return [fleet.router.arrive(request(name, blocks, **more), fleet.now_s) for name, blocks in requests_]
+
+
+def busy(fleet: Fleet) -> Ticket:
+    return fleet.start(request("busy", 2000))
+
+
+def test_the_shortest_prefill_goes_first() -> None:
+    fleet = Fleet(spec("d0"))
+    blocker = busy(fleet)
+    tickets = held(fleet, ("long", 900), ("short", 2), ("middle", 200))
+    assert fleet.router.due(fleet.now_s) == []
+    fleet.router.cancel(blocker, fleet.now_s)
+    assert drain(fleet, tickets) == ["short", "middle", "long"]
+    assert fleet.empty()
+
+
+def test_age_outweighs_length() -> None:
+    fleet = Fleet(spec("d0"))
+    blocker = busy(fleet)
+    old = held(fleet, ("old", 400))
+    fleet.now_s += 30
+    new = held(fleet, ("new", 2))
+    fleet.router.cancel(blocker, fleet.now_s)
+    assert drain(fleet, old + new) == ["old", "new"]
+
+
+def test_the_starved_go_first_whatever_their_length() -> None:
+    settings = RoutingSettings(age_weight=0.0, starve_after_s=20)
+    fleet = Fleet(spec("d0"), settings=settings)
+    blocker = busy(fleet)
+    old = held(fleet, ("old", 4000))
+    fleet.now_s += 21
+    new = held(fleet, ("new", 2))
+    fleet.router.cancel(blocker, fleet.now_s)
+    assert drain(fleet, old + new) == ["old", "new"]
+
+
+def test_a_flooding_tenant_waits_for_the_others() -> None:
+    fleet = Fleet(spec("d0"))
+    blocker = busy(fleet)
+    flood = [fleet.router.arrive(request(f"f{n}", 60, tenant="flood"), 0.0) for n in range(60)]
+    quiet = [fleet.router.arrive(request(f"q{n}", 100, tenant="quiet"), 0.0) for n in range(5)]
+    fleet.router.cancel(blocker, 0.0)
+    served = drain(fleet, flood + quiet)
+    last_quiet = max(index for index, name in enumerate(served) if name.startswith("q"))
+    assert last_quiet < 30
+
+
+def test_weights_share_the_time() -> None:
+    fleet = Fleet(spec("d0"))
+    blocker = busy(fleet)
+    heavy = [fleet.router.arrive(request(f"h{n}", 80, tenant="heavy", tenant_weight=3.0), 0.0) for n in range(60)]
+    light = [fleet.router.arrive(request(f"l{n}", 80, tenant="light"), 0.0) for n in range(60)]
+    fleet.router.cancel(blocker, 0.0)
+    first = drain(fleet, heavy + light)[:40]
+    assert 26 <= sum(name.startswith("h") for name in first) <= 34
+
+
+def test_users_of_one_tenant_share_as_well() -> None:
+    fleet = Fleet(spec("d0"))
+    blocker = busy(fleet)
+    loud = [fleet.router.arrive(request(f"l{n}", 80, tenant="t", user="loud"), 0.0) for n in range(60)]
+    calm = [fleet.router.arrive(request(f"c{n}", 90, tenant="t", user="calm"), 0.0) for n in range(4)]
+    fleet.router.cancel(blocker, 0.0)
+    served = drain(fleet, loud + calm)
+    assert max(index for index, name in enumerate(served) if name.startswith("c")) < 16
+
+
+def test_an_idle_place_takes_a_waiting_request_of_another() -> None:
+    fleet = Fleet(spec("d0"), spec("d1"))
+    first = fleet.ask(request("s", 4))
+    assert first.decision is not None
+    home = first.decision.place
+    other = "d1" if home == "d0" else "d0"
+    at_other = fleet.router
+    at_other.set_state(home, "down", fleet.now_s)
+    blocker = fleet.start(request("b0", 600))
+    at_other.set_state(home, "up", fleet.now_s)
+    at_other.set_state(other, "down", fleet.now_s)
+    long = fleet.start(request("b1", 1500))
+    at_other.set_state(other, "up", fleet.now_s)
+    ticket = fleet.router.arrive(request("s", 300), fleet.now_s)
+    assert fleet.router.due(fleet.now_s) == []
+    fleet.now_s += 0.5
+    fleet.router.first_token(blocker, fleet.now_s)
+    assert fleet.router.due(fleet.now_s) == [ticket]
+    assert ticket.decision is not None
+    assert (ticket.decision.place, ticket.decision.word) == (other, Word.SPILL)
+    for one in (ticket, blocker, long):
+        fleet.router.cancel(one, fleet.now_s)
+    assert fleet.empty()
+
+
+def test_held_requests_of_a_lost_place_are_placed_anew_or_refused() -> None:
+    fleet = Fleet(spec("d0"), spec("d1"))
+    fleet.router.set_state("d1", "draining", 0.0)
+    busy(fleet)
+    ticket = fleet.router.arrive(request("s", 10), 0.0)
+    assert fleet.router.due(0.0) == []
+    fleet.router.set_state("d0", "draining", 0.0)
+    assert fleet.router.due(0.0) == [ticket]
+    assert ticket.decision is None
+    assert ticket.refused is not None
+    assert "draining" in ticket.refused
+    other = Fleet(spec("d0"))
+    busy(other)
+    moved = other.router.arrive(request("s", 10), 0.0)
+    other.router.set_places([spec("d9")])
+    assert other.router.due(0.0) == [moved]
+    assert moved.decision is not None
+    assert moved.decision.place == "d9"
+
+
+def test_the_overload_guard_holds_new_sessions_and_lets_running_ones_on() -> None:
+    settings = RoutingSettings(overload_context=1.0)
+    fleet = Fleet(spec("d0", kv_capacity_tokens=20_000), settings=settings)
+    fleet.ask(request("running", 170))
+    new = fleet.router.arrive(request("new", 10), fleet.now_s)
+    assert fleet.router.due(fleet.now_s) == []
+    assert "overload" in new.held_reason
+    assert any("overload" in line for line in fleet.router.status(fleet.now_s).degraded)
+    fleet.ask(request("running", 171))
+    fleet.router.finish_session("running", fleet.now_s)
+    assert fleet.router.due(fleet.now_s) == [new]
