@@ -12,9 +12,8 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
-from os.path import commonprefix
 from typing import Any, Literal
 
 from aiohttp import web
@@ -25,11 +24,10 @@ BLOCK_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One answer of the model: a shell command, sub-agents with scripts of their own, a file to read, or plain text."""
+    """One answer of the model: a shell command, sub-agents with scripts of their own, waiting for them, or text."""
 
-    kind: Literal["shell", "agents", "call", "say"]
-    text: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    kind: Literal["shell", "agents", "wait", "say"]
+    text: str = ""
 
 
 def shell(command: str) -> Step:
@@ -42,9 +40,9 @@ def agents(*scripts: str) -> Step:
     return Step("agents", " ".join(scripts))
 
 
-def call(tool: str, **arguments: Any) -> Step:
-    """Call a tool by its own name."""
-    return Step("call", tool, arguments)
+def wait() -> Step:
+    """Wait for every sub-agent, where a harness has a tool for that and does not wait by itself."""
+    return Step("wait")
 
 
 def say(text: str) -> Step:
@@ -58,7 +56,7 @@ SCRIPTS: dict[str, tuple[Step, ...]] = {
     "long": (*(shell(f"seq 1 {120 + n}") for n in range(6)), say("Counted.")),
     "child": (shell("echo child"), shell("echo child again"), say("The child is done.")),
     "family": (agents("child"), shell("echo parent"), say("The family is done.")),
-    "eight": (agents(*["child"] * 8), shell("echo parent"), say("All eight are done.")),
+    "crew": (agents(*["child"] * 8), wait(), shell("echo parent"), say("All eight are done.")),
     "hello": (say("Hello."),),
 }
 
@@ -119,8 +117,8 @@ def _message_texts(message: Mapping[str, Any]) -> list[str]:
     out = list(_texts(message.get("content")))
     if message.get("reasoning_content"):
         out.insert(0, str(message["reasoning_content"]))
-    for tool_call in message.get("tool_calls") or []:
-        out.append(tool_call["function"]["name"] + tool_call["function"]["arguments"])
+    functions = [tool_call["function"] for tool_call in message.get("tool_calls") or []]
+    out += [function["name"] + function["arguments"] for function in functions]
     for part in message.get("content") if isinstance(message.get("content"), list) else []:
         if part.get("type") == "tool_use":
             out.append(part["name"] + json.dumps(part["input"]))
@@ -135,62 +133,76 @@ def _message_texts(message: Mapping[str, Any]) -> list[str]:
 
 def shared_share(before: str, after: str) -> float:
     """How much of `before` the prompt `after` starts with: 1.0 is an append-only continuation."""
-    return len(commonprefix([before, after])) / max(1, len(before))
+    shorter = min(len(before), len(after))
+    same = next((n for n in range(shorter) if before[n] != after[n]), shorter)
+    return same / max(1, len(before))
 
 
-def _turns(body: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The conversation as ("user", text) and ("call", count of tool calls) in order."""
-    turns: list[tuple[str, Any]] = []
+def _turns(body: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The conversation as ("user", text) and ("call", "") in order; calls of one answer count once."""
+    turns: list[tuple[str, str]] = []
     items = body.get("input")
     listed = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    calling = False
     for message in body.get("messages") or listed or []:
         content = message.get("content")
+        was_calling, calling = calling, message.get("type") == "function_call"
         if message.get("role") == "user":
             turns.append(("user", "\n".join(_texts(content))))
-        elif message.get("tool_calls") or message.get("type") == "function_call":
-            turns.append(("call", 1))
-        elif isinstance(content, list) and any(part.get("type") == "tool_use" for part in content):
-            turns.append(("call", 1))
+        elif message.get("tool_calls") or (calling and not was_calling) or _uses_tools(content):
+            turns.append(("call", ""))
     return turns
+
+
+def _uses_tools(content: Any) -> bool:
+    return isinstance(content, list) and any(part.get("type") == "tool_use" for part in content)
 
 
 def next_step(body: Mapping[str, Any]) -> Step:
     """The answer the script gives at this point of the conversation."""
     if not body.get("tools"):
         return say("A short title")
-    script, done, previous = "hello", 0, ""
-    for kind, value in _turns(body):
-        if kind == "user":
-            found = re.findall(r"script:([a-z-]+)", value)
-            if found:
-                script, done = found[-1], 0
-        elif not (previous == "call" and body.get("input") and _parallel(script, done)):
+    script, done = "hello", 0
+    for kind, text in _turns(body):
+        found = re.findall(r"script:([a-z-]+)", text)
+        if found:
+            script, done = found[-1], 0
+        elif kind == "call":
             done += 1
-        previous = kind
     steps = SCRIPTS.get(script, SCRIPTS["hello"])
     return steps[min(done, len(steps) - 1)]
 
 
-def _parallel(script: str, done: int) -> bool:
-    # the Responses API lists calls of one answer as items of their own: count them as one step
-    steps = SCRIPTS.get(script, ())
-    return 0 < done <= len(steps) and steps[done - 1].kind == "agents" and len(steps[done - 1].text.split()) > 1
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call; ``group`` is the namespace the tool was offered in (Responses API), or empty."""
+
+    name: str
+    arguments: dict[str, Any]
+    group: str = ""
 
 
-def _calls(step: Step, body: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    offered = {tool_name(tool): tool for tool in body.get("tools") or []}
-    if step.kind == "call":
-        return [(step.text, dict(step.arguments))]
-    wanted = _SHELLS if step.kind == "shell" else _AGENTS
-    name = next((known for known in wanted if known in offered), "")
-    spec = offered.get(name, {})
+def _calls(step: Step, body: Mapping[str, Any]) -> list[Call]:
+    if step.kind == "say":
+        return []
+    groups: dict[str, tuple[str, Any]] = {}
+    for tool in body.get("tools") or []:
+        inner = tool.get("tools") if tool.get("type") == "namespace" else None
+        groups.update({tool_name(one): (tool["name"] if inner else "", one) for one in inner or [tool]})
+    known = {"shell": _SHELLS, "agents": _AGENTS, "wait": ("wait_agent",)}[step.kind]
+    name = next(name for name in known if name in groups)
+    group, spec = groups[name]
+    if step.kind == "wait":
+        outputs = " ".join(str(item.get("output")) for item in body["input"])
+        ids = re.findall(r'"agent_id":\s*"([^"]+)"', outputs)
+        return [Call(name, {"targets": [ident], "timeout_ms": 120_000}, group) for ident in ids]
     function = spec.get("function") or spec
     schema = function.get("parameters") or function.get("input_schema") or {}
     texts = [step.text] if step.kind == "shell" else step.text.split()
-    return [(name, _arguments(schema, step.kind, text, n)) for n, text in enumerate(texts)]
+    return [Call(name, _arguments(schema, text, n), group) for n, text in enumerate(texts)]
 
 
-def _arguments(schema: Mapping[str, Any], kind: str, text: str, ordinal: int) -> dict[str, Any]:
+def _arguments(schema: Mapping[str, Any], text: str, ordinal: int) -> dict[str, Any]:
     properties = schema.get("properties") or {}
     prompt = f"script:{text}"
     known: dict[str, Any] = {
@@ -204,7 +216,7 @@ def _arguments(schema: Mapping[str, Any], kind: str, text: str, ordinal: int) ->
         "task_name": f"child_{ordinal}",
         "run_in_background": False,
     }
-    names = set(schema.get("required") or []) | ({"subagent_type", "run_in_background"} & set(properties))
+    names = set(schema.get("required") or []) | ({"subagent_type", "run_in_background", "message"} & set(properties))
     return {name: known[name] for name in properties if name in names and name in known}
 
 
@@ -264,7 +276,7 @@ class ScriptedEngine:
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
         step = next_step(body)
-        calls = [] if step.kind == "say" else _calls(step, body)
+        calls = _calls(step, body)
         reply = {"chat/completions": _chat, "responses": _responses, "messages": _messages}[request.match_info["api"]]
         final, frames = reply(next(self._ids), seen, step.text if step.kind == "say" else "", calls)
         if not body.get("stream"):
@@ -296,10 +308,15 @@ async def _sse(frames: Sequence[tuple[str | None, Any]]) -> AsyncIterator[bytes]
         yield f"{head}data: {text}\n\n".encode()
 
 
-def _chat(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Any, list[Any]]:
+def _chat(ident: int, seen: Seen, text: str, calls: Sequence[Call]) -> tuple[Any, list[Any]]:
     tool_calls = [
-        {"index": n, "id": f"call_{ident}_{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(a)}}
-        for n, (name, a) in enumerate(calls)
+        {
+            "index": n,
+            "id": f"call_{ident}_{n}",
+            "type": "function",
+            "function": {"name": one.name, "arguments": json.dumps(one.arguments)},
+        }
+        for n, one in enumerate(calls)
     ]
     usage = {
         "prompt_tokens": seen.prompt_tokens,
@@ -313,7 +330,9 @@ def _chat(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dict[str
     final = {
         **base,
         "object": "chat.completion",
-        "choices": [{"index": 0, "message": message or {"role": "assistant", "content": text}, "finish_reason": finish}],
+        "choices": [
+            {"index": 0, "message": message or {"role": "assistant", "content": text}, "finish_reason": finish}
+        ],
         "usage": usage,
     }
     delta = {"role": "assistant", **({"tool_calls": tool_calls} if calls else {"content": text})}
@@ -327,17 +346,18 @@ def _chat(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dict[str
     return final, [*frames, (None, "[DONE]")]
 
 
-def _responses(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Any, list[Any]]:
+def _responses(ident: int, seen: Seen, text: str, calls: Sequence[Call]) -> tuple[Any, list[Any]]:
     items: list[dict[str, Any]] = [
         {
             "type": "function_call",
             "id": f"fc_{ident}_{n}",
             "call_id": f"call_{ident}_{n}",
-            "name": name,
-            "arguments": json.dumps(arguments),
+            "name": one.name,
+            "arguments": json.dumps(one.arguments),
             "status": "completed",
+            **({"namespace": one.group} if one.group else {}),
         }
-        for n, (name, arguments) in enumerate(calls)
+        for n, one in enumerate(calls)
     ]
     if not calls:
         content = [{"type": "output_text", "text": text, "annotations": []}]
@@ -361,9 +381,13 @@ def _responses(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dic
         "tools": [],
     }
     final = {**base, "status": "completed", "output": items, "usage": usage}
-    events: list[dict[str, Any]] = [{"type": "response.created", "response": {**base, "status": "in_progress", "output": []}}]
+    events: list[dict[str, Any]] = [
+        {"type": "response.created", "response": {**base, "status": "in_progress", "output": []}}
+    ]
     for n, item in enumerate(items):
-        events.append({"type": "response.output_item.added", "output_index": n, "item": {**item, "status": "in_progress"}})
+        events.append(
+            {"type": "response.output_item.added", "output_index": n, "item": {**item, "status": "in_progress"}}
+        )
         if item["type"] == "message":
             delta = {"item_id": item["id"], "output_index": n, "content_index": 0, "delta": text, "logprobs": []}
             events.append({"type": "response.output_text.delta", **delta})
@@ -372,7 +396,7 @@ def _responses(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dic
     return final, [(event["type"], {**event, "sequence_number": n}) for n, event in enumerate(events)]
 
 
-def _messages(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> tuple[Any, list[Any]]:
+def _messages(ident: int, seen: Seen, text: str, calls: Sequence[Call]) -> tuple[Any, list[Any]]:
     usage = {
         "input_tokens": seen.prompt_tokens - seen.cached_tokens,
         "cache_read_input_tokens": seen.cached_tokens,
@@ -380,8 +404,8 @@ def _messages(ident: int, seen: Seen, text: str, calls: Sequence[tuple[str, dict
         "output_tokens": 8,
     }
     blocks: list[dict[str, Any]] = [
-        {"type": "tool_use", "id": f"toolu_{ident}_{n}", "name": name, "input": arguments}
-        for n, (name, arguments) in enumerate(calls)
+        {"type": "tool_use", "id": f"toolu_{ident}_{n}", "name": one.name, "input": one.arguments}
+        for n, one in enumerate(calls)
     ] or [{"type": "text", "text": text}]
     stop = "tool_use" if calls else "end_turn"
     base = {"id": f"msg_{ident}", "type": "message", "role": "assistant", "model": seen.body.get("model")}

@@ -15,7 +15,13 @@ type Client = Parameters<Plugin>[0]["client"]
 
 let instances = 0
 
+// named twice in the configuration (by name and by path), it works once
+const KEY = Symbol.for("opencode-homeport.folders")
+const folders = ((globalThis as typeof globalThis & { [KEY]?: Set<string> })[KEY] ??= new Set<string>())
+
 const server: Plugin = async ({ client, directory }, given) => {
+  if (folders.has(directory)) return {}
+  folders.add(directory)
   const { options, errors } = readOptions(given)
   const tell = teller(client)
   for (const error of errors) tell(`Homeport option ${error}; the default is used`, "warning")
@@ -45,7 +51,10 @@ const server: Plugin = async ({ client, directory }, given) => {
       const { sessionID, tokens, cost } = event.properties.part
       homeport.finished(sessionID, tokens, cost)
     },
-    dispose: async () => unwatch(),
+    dispose: async () => {
+      folders.delete(directory)
+      unwatch()
+    },
   }
 }
 

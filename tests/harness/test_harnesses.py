@@ -1,0 +1,193 @@
+"""Real harness programs behind the real proxy: sessions stay at home, return, do not mix, and the books agree."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import harness_install
+from harness.harness_fleet import Fleet, Tools, delegating, emulators, fleet, working
+from harness.harness_programs import Harness
+from harness.scripted_engine import ScriptedEngine
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
+
+TOOLS = {
+    "opencode": Tools(
+        "bash",
+        "command",
+        "todowrite",
+        "task",
+        {"description": "a step"},
+        {"description": "a drawer", "subagent_type": "general"},
+    ),
+    "codex": Tools("exec_command", "cmd"),
+    "claude": Tools(
+        "Bash",
+        "command",
+        "Workflow",
+        "Agent",
+        {"description": "a step"},
+        {"description": "a drawer", "subagent_type": "general-purpose", "run_in_background": False},
+    ),
+    "qwen": Tools(
+        "run_shell_command",
+        "command",
+        "list_agents",
+        "agent",
+        {"is_background": False, "description": "a step"},
+        {"description": "a drawer", "subagent_type": "general-purpose"},
+    ),
+}
+
+NAMES = [
+    "opencode",
+    pytest.param("codex", marks=pytest.mark.long),
+    pytest.param("claude", marks=pytest.mark.long),
+    pytest.param("qwen", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    harness_install.plugin()
+
+
+def by_session(records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    grouped: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        grouped[record["session"]].append(record)
+    return dict(grouped)
+
+
+async def books_agree(at: Fleet) -> None:
+    """What the proxy counted is what the engines did, token by token."""
+    tokens = [one["tokens"] for one in await at.decisions() if one["tokens"]["prompt"]]
+    reported = sum(one["prompt"] for one in tokens), sum(one["cached"] for one in tokens)
+    assert reported == at.booked()
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_session_stays_at_home_and_returns(tmp_path: Path, name: str) -> None:
+    async with fleet(tmp_path, emulators(working(TOOLS[name]))) as at:
+        harness = Harness(name, tmp_path / "home", tmp_path / "project", at.url)
+        first = await harness.run("Please do the three steps.")
+        assert first.status == 0, first.err
+        mine = await at.main()
+        assert len(mine) >= 4
+        again = await harness.run("And once more.", resume=True)
+        assert again.status == 0, again.err
+        sessions = by_session(await at.main())
+        assert len(sessions) == 1, [(key[:8], len(one)) for key, one in sessions.items()]
+        (requests,) = sessions.values()
+        assert len(requests) >= len(mine) + 2
+        assert {one["backend"] for one in requests} == {requests[0]["backend"]}
+        assert [one["decision"] for one in requests] == ["placed"] + ["home"] * (len(requests) - 1)
+        for one in requests[1:]:
+            assert one["tokens"]["cached"] > 0.9 * one["tokens"]["prompt"], one["tokens"]
+        await books_agree(at)
+        own = [line for line in first.report if line["requests"]]
+        assert [line["session"] for line in own] == list(sessions)
+        cached, prompt = own[0]["cached_tokens"], own[0]["prompt_tokens"]
+        assert (cached, prompt) == tuple(sum(one["tokens"][key] for one in mine) for key in ("cached", "prompt"))
+        print(f"{name}: {len(requests)} requests, {cached / prompt:.3f} of the first run's prompt tokens cached")
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_two_at_once_do_not_mix(tmp_path: Path, name: str) -> None:
+    async with fleet(tmp_path, emulators(working(TOOLS[name]))) as at:
+        one = Harness(name, tmp_path / "home1", tmp_path / "lighthouse", at.url)
+        two = Harness(name, tmp_path / "home2", tmp_path / "harbour", at.url)
+        done = await asyncio.gather(one.run("Please do the three steps."), two.run("Do three steps for me."))
+        assert [one.status for one in done] == [0, 0], [one.err for one in done]
+        sessions = by_session(await at.main())
+        assert len(sessions) == 2
+        for requests in sessions.values():
+            assert len(requests) == 4
+            assert len({one["backend"] for one in requests}) == 1
+            assert [one["decision"] for one in requests] == ["placed", "home", "home", "home"]
+        await books_agree(at)
+
+
+@pytest.mark.parametrize(
+    ("name", "children"),
+    [
+        ("opencode", 2),
+        pytest.param("claude", 8, marks=pytest.mark.long),
+        pytest.param("codex", 8, marks=pytest.mark.long),
+    ],
+)
+async def test_sub_agents_are_sticky_and_never_move_the_parent(tmp_path: Path, name: str, children: int) -> None:
+    flags, prompt, engines = [], "Let others look into the drawers.", []
+    if name == "codex":
+        # its sub-agent tools come in a namespace, which the emulated template leaves out
+        engines, prompt = [ScriptedEngine() for _ in range(3)], "script:crew"
+        flags = ["-c", f"agents.max_threads={children}"]
+    async with fleet(tmp_path, engines or emulators(delegating(TOOLS[name], children), 3)) as at:
+        harness = Harness(name, tmp_path / "home", tmp_path / "project", at.url)
+        done = await harness.run(prompt, flags=flags)
+        assert done.status == 0, done.err
+        parent, *rest = by_session(await at.main()).values()
+        assert len(parent) >= 3
+        assert len(rest) == children
+        assert {one["kind"] for child in rest for one in child} == {"subagent"}
+        assert len({one["backend"] for one in parent}) == 1
+        assert "moved" not in {one["decision"] for one in parent}
+        for child in rest:
+            assert len({one["backend"] for one in child}) == 1
+            assert [one["decision"] for one in child] == ["placed", *["home"] * (len(child) - 1)]
+        if children > 2:
+            assert len({child[0]["backend"] for child in rest}) >= 2
+        await books_agree(at)
+
+
+@pytest.mark.long
+async def test_qwen_sub_agents_have_sessions_of_their_own(tmp_path: Path) -> None:
+    """Qwen Code names neither session nor parent: conversations alone tell them apart."""
+    async with fleet(tmp_path, emulators(delegating(TOOLS["qwen"], 2), 3)) as at:
+        harness = Harness("qwen", tmp_path / "home", tmp_path / "project", at.url)
+        done = await harness.run("Let others look into the drawers.")
+        assert done.status == 0, done.err
+        sessions = by_session(await at.main())
+        assert len(sessions) == 3
+        for requests in sessions.values():
+            assert len({one["backend"] for one in requests}) == 1
+        await books_agree(at)
+
+
+@pytest.mark.long
+async def test_aider_keeps_its_session_though_it_moves_its_reminder(tmp_path: Path) -> None:
+    """Aider names no session and repeats its reminder behind the last message: what can be shared stays shared."""
+    async with fleet(tmp_path, emulators([])) as at:
+        harness = Harness("aider", tmp_path / "home", tmp_path / "project", at.url)
+        done = await harness.run("", stdin="Say one.\nSay two.\nSay three.\nSay four.\n/exit\n")
+        assert done.status == 0, done.err
+        sessions = by_session(await at.main())
+        assert max(len(one) for one in sessions.values()) >= 4
+        assert len({one["backend"] for one in max(sessions.values(), key=len)}) == 1
+        await books_agree(at)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kit", ["agents", "pydantic"])
+async def test_a_framework_keeps_its_session(tmp_path: Path, kit: str) -> None:
+    """The OpenAI Agents SDK and pydantic-ai, unchanged, name no session: the conversation does."""
+    async with fleet(tmp_path, emulators(working(Tools("look", "drawer")))) as at:
+        harness = Harness(kit, tmp_path / "home", tmp_path / "project", at.url)
+        program = [sys.executable, str(Path(__file__).parent / "framework_agent.py"), kit]
+        done = await asyncio.gather(
+            harness.start([*program, "Look into the first three drawers."]),
+            harness.start([*program, "Into three drawers, please."]),
+        )
+        assert [one.status for one in done] == [0, 0], [one.err for one in done]
+        sessions = by_session(await at.main())
+        assert sorted(len(one) for one in sessions.values()) == [6, 6]
+        for requests in sessions.values():
+            assert len({one["backend"] for one in requests}) == 1
+            assert [one["decision"] for one in requests] == ["placed", *["home"] * 5]
+        await books_agree(at)
