@@ -77,18 +77,21 @@ class Document:
             if span is None:
                 added.append(f"{_encode(name)}:{_encode(value)}")
             elif value is not self.body[name]:
-                cuts += self._item_cuts(span, self.body[name], value) or [(span, _encode(value))]
+                items = self._item_cuts(span, self.body[name], value)
+                cuts += [(span, _encode(value))] if items is None else items
         if added:
             text = ",".join(added)
             cuts.append((_Span(self._close, self._close), f",{text}" if self._spans else text))
         return self._cut(cuts)
 
-    def _item_cuts(self, span: _Span, before: JsonValue, after: JsonValue) -> list[tuple[_Span, str]]:
-        """Cuts of single list items; nothing when items came or went, or most of the list is new."""
+    def _item_cuts(self, span: _Span, before: JsonValue, after: JsonValue) -> list[tuple[_Span, str]] | None:
+        """Cuts of single list items; None when items came or went, or most of the list is new."""
         if not isinstance(before, list) or not isinstance(after, list) or len(before) != len(after):
-            return []
+            return None
         changed = [index for index, (one, other) in enumerate(zip(before, after, strict=True)) if one is not other]
         if len(changed) * 2 > len(after):
+            return None
+        if not changed:
             return []
         cuts: list[tuple[_Span, str]] = []
         at = span.start + 1

@@ -6,8 +6,8 @@ A transport of ours holds the one it wraps. Whatever goes wrong inside Homeport 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import lru_cache
@@ -399,6 +399,6 @@ def _module_of(inner: object) -> ModuleType:
         if isinstance(inner, (module.BaseTransport, module.AsyncBaseTransport)):
             return module
     for name in ("httpx2", "httpx"):
-        if name in sys.modules or importlib.util.find_spec(name) is not None:
+        with contextlib.suppress(ModuleNotFoundError):
             return importlib.import_module(name)
     raise ImportError("Homeport's transports need httpx2 or httpx; install one with: pip install httpx2")
