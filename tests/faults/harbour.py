@@ -77,6 +77,8 @@ class Harbour:
     engines: dict[str, Emulator]
     http: aiohttp.ClientSession
     sent: int = 0
+    arrived_bytes: int = 0
+    """What clients have got of this request and those before."""
     replies: list[Reply] = field(default_factory=list)
 
     async def ask(self, body: Mapping[str, Any], path: str = "/v1/chat/completions", **headers: str) -> Reply:
@@ -89,6 +91,7 @@ class Harbour:
                 try:
                     async for piece in answer.content.iter_any():
                         raw += piece
+                        self.arrived_bytes += len(piece)
                 except aiohttp.ClientPayloadError:
                     broken = True
                 reply = Reply(answer.status, CIMultiDict(answer.headers), raw, broken)

@@ -46,7 +46,7 @@ class Row:
 
     @property
     def slow(self) -> bool:
-        """Rows that wait for a deadline; the fast tier runs some of them."""
+        """Rows that wait for a deadline; the fast tier runs few of them."""
         return self.what in ("hangs", "swallows connections") and (self.fleet, self.who) != ("two engines", "home")
 
 
@@ -57,13 +57,16 @@ def rows() -> list[Row]:
 
 
 def cases() -> list[Any]:
-    """Rows, streamed and not."""
+    """Rows, streamed and not; the fast tier runs every row in one of the two ways."""
     found = []
-    for row in rows():
+    for number, row in enumerate(rows()):
         for stream in (False, True):
-            if (row.streamed if stream else row.whole) != "-":
-                name = f"{row.fleet}-{row.who} {row.what} {row.when}-{'streamed' if stream else 'whole'}"
-                found.append(pytest.param(row, stream, id=name, marks=[pytest.mark.long] * row.slow))
+            outcome, other = (row.streamed, row.whole) if stream else (row.whole, row.streamed)
+            if outcome == "-":
+                continue
+            name = f"{row.fleet}-{row.who} {row.what} {row.when}-{'streamed' if stream else 'whole'}"
+            later = row.slow or (other != "-" and stream == bool(number % 2))
+            found.append(pytest.param(row, stream, id=name, marks=[pytest.mark.long] * later))
     return found
 
 
@@ -74,7 +77,7 @@ async def test_row(row: Row, stream: bool) -> None:
         home = await warmed_up(fleet)
         victims = {"home": [home], "decode": [home], "prefill": ["p0"], "all": list(fleet.engines)}[row.who]
         before = seen_by(fleet)
-        async with contained(fleet, row, victims) as strike:
+        async with contained(fleet, row, victims, stream) as strike:
             asked = asyncio.ensure_future(fleet.chat(PROMPT, stream=stream))
             await strike()
             reply = await asked
@@ -102,11 +105,11 @@ Strike = Callable[[], Coroutine[Any, Any, None]]
 
 
 @asynccontextmanager
-async def contained(fleet: Harbour, row: Row, victims: list[str]) -> AsyncIterator[Strike]:
+async def contained(fleet: Harbour, row: Row, victims: list[str], stream: bool) -> AsyncIterator[Strike]:
     """Prepare the row's trouble; the strike is called once the request is on its way."""
     engines = [fleet.engines[name] for name in victims]
     if row.what == "killed":
-        async with killed(fleet, row, engines) as strike:
+        async with killed(fleet, row, engines, stream) as strike:
             yield strike
         return
     if row.what == "swallows connections":
@@ -146,7 +149,7 @@ def add_faults(engine: Emulator, row: Row) -> None:
 
 
 @asynccontextmanager
-async def killed(fleet: Harbour, row: Row, engines: list[Emulator]) -> AsyncIterator[Strike]:
+async def killed(fleet: Harbour, row: Row, engines: list[Emulator], stream: bool) -> AsyncIterator[Strike]:
     victim = engines[0]
     if row.when == "before the request":
         for engine in engines:
@@ -168,15 +171,16 @@ async def killed(fleet: Harbour, row: Row, engines: list[Emulator]) -> AsyncIter
         yield strike
         return
     generating = row.when == "while it generates"
+    before_bytes = fleet.arrived_bytes
     if generating:
         victim.faults.add(Fault("hang", "mid_stream", path=CHAT))
     else:
         victim.hang()
 
     async def strike_at_work() -> None:
+        if generating and stream:
+            await until(lambda: fleet.arrived_bytes > before_bytes)
         await until(lambda: victim.books.faults_done["hang"] if generating else victim.books.running)
-        if generating:
-            await asyncio.sleep(0.05)  # the frames before the hang are on their way
         await victim.kill()
         victim.resume()
 
@@ -217,6 +221,15 @@ async def judge(fleet: Harbour, row: Row, reply: Reply, outcome: str, home: str,
     if outcome in ("504", "500", "400", "error frame"):
         assert sum(served_now.values()) <= 1, "asked again where the engine may have generated"
     await afterwards(fleet, ok=outcome in ("other", "itself", "answered"))
+    orphans = sum(engine.books.orphans for engine in fleet.engines.values())
+    assert orphans <= int(may_orphan(row)), "KV was left pinned until its lease ended"
+
+
+def may_orphan(row: Row) -> bool:
+    """Where nobody can tell the prefill engine that its blocks are not wanted: see the page."""
+    if row.who == "prefill":
+        return row.when == "after headers"
+    return row.fleet == "split" and row.when == "before headers"
 
 
 def right_answer() -> str:

@@ -9,6 +9,7 @@ import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -146,13 +147,13 @@ class Wanted:
 
 @dataclass(slots=True)
 class Answer:
-    """The tokens an engine will generate, with what each shows to the client.
+    """The tokens an engine will generate. ``deltas`` gives, once and in order, what each shows to the client.
 
     ``finish`` is why it ends: ``stop``, ``tool_calls`` or ``length``; ``stop_reason`` the stop string met, if any.
     """
 
     tokens: array[int]
-    deltas: list[tuple[Delta, ...]]
+    deltas: Iterator[tuple[Delta, ...]]
     finish: str
     stop_reason: str | None = None
     call_ids: list[str] = field(default_factory=list)
@@ -196,17 +197,17 @@ def free_text(seed: bytes, tokens: int) -> str:
 def _cut(script: Script, wanted: Wanted, seed: bytes) -> Answer:
     parts = list(_parts(script))
     tokens = tokenize("".join(part.text for part in parts))
-    deltas = list(_spread(parts))
+    deltas = _spread(parts)
     finish = "tool_calls" if script.tool_calls else "stop"
     stop_reason = None
     if wanted.stop:
-        tokens, deltas, stop_reason = _stop(tokens, deltas, wanted)
+        tokens, deltas, stop_reason = _stop(tokens, list(deltas), wanted)
     if stop_reason is None and not wanted.ignore_end:
         tokens.append(END)
-        deltas.append(())
+        deltas = chain(deltas, [()])
     if len(tokens) > wanted.limit or (wanted.ignore_end and stop_reason is None):
         finish, stop_reason = "length", None
-        del tokens[wanted.limit :], deltas[wanted.limit :]
+        del tokens[wanted.limit :]
     ids = [
         "chatcmpl-tool-" + hashlib.blake2b(seed + bytes([index & 255]), digest_size=16).hexdigest()
         for index in range(len(script.tool_calls))
@@ -216,7 +217,7 @@ def _cut(script: Script, wanted: Wanted, seed: bytes) -> Answer:
 
 def _stop(
     tokens: array[int], deltas: list[tuple[Delta, ...]], wanted: Wanted
-) -> tuple[array[int], list[tuple[Delta, ...]], str | None]:
+) -> tuple[array[int], Iterator[tuple[Delta, ...]], str | None]:
     """End the visible text before the first stop string that comes after the least number of tokens."""
     text = ""
     for count, group in enumerate(deltas, 1):
@@ -228,8 +229,8 @@ def _stop(
                 continue
             # text already shown stays shown (a real engine holds such a tail back): cut the current piece only
             last = tuple(Delta("content", text[before : max(at, before)]) for _ in range(at > before))
-            return tokens[:count], [*deltas[: count - 1], last], word
-    return tokens, deltas, None
+            return tokens[:count], iter([*deltas[: count - 1], last]), word
+    return tokens, iter(deltas), None
 
 
 @dataclass(frozen=True, slots=True)

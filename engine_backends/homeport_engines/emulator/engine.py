@@ -8,6 +8,7 @@ import uuid
 from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from homeport.fingerprint import JsonValue
 from homeport_engines.emulator.answers import Answer, Delta, Rule, Wanted, answer, seed_of
@@ -106,7 +107,7 @@ class Generation:
                 if finish is not None:
                     open_ones.discard(choice)
                     self._settle(sequence)
-                group = sequence.answer.deltas[first : sequence.emitted]
+                group = islice(sequence.answer.deltas, sequence.emitted - first)
                 tokens = tuple(sequence.answer.tokens[first : sequence.emitted])
                 yield Step(choice, _joined([d for deltas in group for d in deltas]), tokens, finish)
             if open_ones:
