@@ -97,8 +97,12 @@ def _parameter_changes(before: Prompt, after: Prompt) -> tuple[Finding | None, F
 
 def _content_change(before: Prompt, after: Prompt) -> Finding | None:
     at = common_chars(before.text, after.text)
-    if at == len(before.text) or at == len(after.text):
-        return None  # continued, or cut short: nothing that was sent has to be computed again
+    if at == len(after.text):
+        return None  # the same, or cut short: nothing that was sent has to be computed again
+    if at == len(before.text):
+        if _ends_alike(before, after):
+            return None  # continued
+        at -= 1  # the line break that ended the last message has become the one before the next
     for region in after.order:
         old, new = before.region(region), after.region(region)
         if region == "messages" and _stored_elsewhere(after):
@@ -119,6 +123,14 @@ def _content_change(before: Prompt, after: Prompt) -> Finding | None:
 
 
 _MOVED_HINT = "This template moves a block when the conversation grows; put the tools into the system text instead."
+
+
+def _ends_alike(before: Prompt, after: Prompt) -> bool:
+    """Whether the last part of a prompt that goes on is still the beginning of the same part."""
+    if not before.parts:
+        return True
+    last = len(before.parts) - 1
+    return len(after.parts) > last and after.parts[last].text.startswith(before.parts[last].text)
 
 
 def _stored_elsewhere(prompt: Prompt) -> bool:
