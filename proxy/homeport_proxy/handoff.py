@@ -26,7 +26,7 @@ from homeport_proxy.config import Timeouts
 from homeport_proxy.downstream import Downstream
 from homeport_proxy.engines import Engine, Engines
 from homeport_proxy.errors import no_backend, upstream_error, upstream_timeout
-from homeport_proxy.exchange import Exchange, LegRecord, State, TokenUsage
+from homeport_proxy.exchange import Exchange, LegRecord, State
 from homeport_proxy.health import Health, Part
 from homeport_proxy.job import Job
 from homeport_proxy.patience import Patience
@@ -341,7 +341,8 @@ class Attempt:
                 patience.stop()
             self._open.pop(connection, None)
             self._decoding = None
-            _take_usage(self._exchange, relay)
+            if not isinstance(result, Refused):
+                self._exchange.usage = relay.usage
             if isinstance(result, UpstreamError):
                 if _stale(connection, result) and not fresh:
                     self._tell(record, "serve", Result.NEUTRAL)
@@ -515,12 +516,6 @@ def _give_up(exchange: Exchange, downstream: Downstream, refusal: Refused | None
     if fault.timed_out:
         raise upstream_timeout(f"The engine gave no answer in time: {fault}.")
     raise upstream_error(f"The engine failed: {fault}.", may_be_generating=False)
-
-
-def _take_usage(exchange: Exchange, relay: Relay) -> None:
-    usage = relay.meter.usage
-    if usage.reported:
-        exchange.usage = TokenUsage(usage.input_tokens, usage.cached_tokens, usage.output_tokens)
 
 
 def _stale(connection: Connection, fault: UpstreamError) -> bool:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from homeport.usage import UsageMeter
 from homeport_proxy.api.base import ClientApi, frame_parts, holds_internal, is_internal, parse, without_internal
 from homeport_proxy.downstream import Downstream
 from homeport_proxy.errors import ProxyError, stream_frame, upstream_error, upstream_timeout
-from homeport_proxy.exchange import Exchange, LegRecord, State
+from homeport_proxy.exchange import Exchange, LegRecord, State, TokenUsage
 from homeport_proxy.splice import edit, edit_at
 from homeport_proxy.sse import Framer, with_data
 from homeport_proxy.upstream import Flow, Head, RawHeaders, UpstreamError
@@ -89,7 +88,7 @@ class Relay:
         self._last_s = 0.0
         self._early: list[bytes] = []
         self._ended_early = False
-        self.meter = UsageMeter()
+        self.usage = TokenUsage()
         self.result: Refused | UpstreamError | None = None
         self.done = False
 
@@ -235,6 +234,21 @@ class Relay:
         self._down.write(half + stream_frame(error, self._plan.api.name, self._exchange.request_id))
         self._down.end()
 
+    def _read_usage(self, document: bytes) -> bool:
+        """Take the counts of a document or frame; a stream's are cumulative. False when it has none."""
+        try:
+            found = self._plan.api.read_usage(document)
+        except (ValueError, TypeError, AttributeError, KeyError):
+            return False  # not the shape this API promises
+        if found is None:
+            return False
+        usage = self.usage
+        usage.prompt_tokens = _larger(usage.prompt_tokens, found.prompt_tokens)
+        usage.output_tokens = _larger(usage.output_tokens, found.output_tokens)
+        if found.cached_tokens is not None:
+            usage.cached_tokens = found.cached_tokens
+        return True
+
     def _learn_id(self, document: bytes) -> None:
         """A Responses answer may be named by later requests."""
         if self._plan.api.name == "responses":
@@ -288,7 +302,7 @@ class Relay:
             self._learn_id(data)
             if plan.fix_usage:
                 fixed = plan.api.fix_usage(fixed, plan.cached())
-            if self.meter.feed(fixed) and plan.hide_usage:
+            if self._read_usage(fixed) and plan.hide_usage:
                 if not parse(fixed).get("choices"):
                     return None
                 fixed = edit(fixed, {}, ("usage",))
@@ -337,7 +351,7 @@ class Relay:
                     body = _strip(body)
             except (ValueError, TypeError, AttributeError, KeyError):
                 pass  # not the shape this API promises: it passes as it is
-            self.meter.feed(body)
+            self._read_usage(body)
             self._learn_id(body)
         self._start(len(body))
         self._write(body)
@@ -377,6 +391,10 @@ def _strip(document: bytes) -> bytes:
         if isinstance(inner, dict):
             document = edit_at(document, (part,), {}, [name for name in inner if is_internal(name)])
     return document
+
+
+def _larger(known: int | None, found: int | None) -> int | None:
+    return found if known is None else known if found is None else max(known, found)
 
 
 def broken_stream(fault: UpstreamError) -> ProxyError:

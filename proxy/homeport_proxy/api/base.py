@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from homeport_proxy.exchange import ApiName
+from homeport.usage import Usage
+from homeport_proxy.exchange import ApiName, TokenUsage
 from homeport_proxy.splice import edit, edit_at, raw_members
 from homeport_proxy.sse import data_of, event_of
 
@@ -41,13 +42,15 @@ def holds_internal(body: bytes) -> bool:
 class ClientApi:
     """One API. ``has_token(event, data)`` says whether an SSE frame carries generated output (the stream's end
     counts); ``ends(event, data)`` whether it is the frame that ends the stream; ``fix_usage(data, cached)`` puts the
-    true cached tokens into a JSON document or frame that carries usage (None: not known, so none is claimed)."""
+    true cached tokens into a JSON document or frame that carries usage (None: not known, so none is claimed), and
+    ``read_usage(data)`` takes the counts out of one."""
 
     name: ApiName
     generates: bool
     has_token: Callable[[bytes, bytes], bool]
     ends: Callable[[bytes, bytes], bool]
     fix_usage: Callable[[bytes, int | None], bytes]
+    read_usage: Callable[[bytes], TokenUsage | None]
     usage_in_stream_options: bool = False
     """Streams report usage only when ``stream_options.include_usage`` asks for it."""
 
@@ -80,7 +83,7 @@ def fix_inclusive(
     data: bytes, cached: int | None, path: tuple[str, ...], details: str = "prompt_tokens_details"
 ) -> bytes:
     """OpenAI's counting: cached tokens are a part of the prompt tokens and stand in ``details``."""
-    usage = _at(data, path)
+    usage = at(data, path)
     if usage is None:
         return data
     known = usage.get(details)
@@ -93,7 +96,7 @@ def fix_inclusive(
 
 def fix_additive(data: bytes, cached: int | None, path: tuple[str, ...]) -> bytes:
     """Anthropic's counting: ``input_tokens`` leaves out what was read from the cache, so the sum stays the prompt."""
-    usage = _at(data, path)
+    usage = at(data, path)
     if usage is None or not isinstance(usage.get("input_tokens"), int):
         return data
     read = usage.get("cache_read_input_tokens") or 0
@@ -106,11 +109,61 @@ def fix_additive(data: bytes, cached: int | None, path: tuple[str, ...]) -> byte
     return edit_at(data, path, {"input_tokens": prompt - cached, "cache_read_input_tokens": cached})
 
 
-def _at(data: bytes, path: tuple[str, ...]) -> Mapping[str, Any] | None:
-    node: Any = parse(data)
-    for name in path:
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node if isinstance(node, Mapping) else None
+_COUNTED = frozenset(
+    {
+        "prompt_tokens",
+        "completion_tokens",
+        "total_tokens",
+        "prompt_tokens_details",
+        "completion_tokens_details",
+        "input_tokens",
+        "output_tokens",
+        "input_tokens_details",
+        "output_tokens_details",
+        "cache_read_input_tokens",
+        "cache_creation_input_tokens",
+    }
+)
+
+
+def inclusive_usage(usage: Mapping[str, Any], prompt: str, output: str, details: str) -> TokenUsage:
+    """Counts of a usage object in OpenAI's counting; a dialect with members of its own goes the SDK's long way."""
+    if not _COUNTED.issuperset(usage):
+        known = Usage.parse({"usage": usage})
+        return TokenUsage(known.input_tokens, known.cached_tokens, known.output_tokens)
+    found = usage.get(details)
+    cached = found.get("cached_tokens") if isinstance(found, Mapping) else None
+    return TokenUsage(count(usage.get(prompt)), count(cached), count(usage.get(output)))
+
+
+def additive_usage(usage: Mapping[str, Any]) -> TokenUsage:
+    """Counts of a usage object in Anthropic's counting: what was read from or written to the cache is added."""
+    fresh, read = count(usage.get("input_tokens")), count(usage.get("cache_read_input_tokens"))
+    written = count(usage.get("cache_creation_input_tokens")) or 0
+    prompt = None if fresh is None else fresh + (read or 0) + written
+    return TokenUsage(prompt, read, count(usage.get("output_tokens")))
+
+
+def count(value: object) -> int | None:
+    """A token count, or None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def no_usage(data: bytes) -> TokenUsage | None:
+    """For APIs that report none."""
+    return None
+
+
+def at(data: bytes, *paths: tuple[str, ...]) -> Mapping[str, Any] | None:
+    """The object at the first of these paths that leads to one."""
+    document = parse(data)
+    for path in paths:
+        node: Any = document
+        for name in path:
+            node = node.get(name) if isinstance(node, Mapping) else None
+        if isinstance(node, Mapping):
+            return node
+    return None
 
 
 def never(event: bytes, data: bytes) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from homeport_proxy.api.base import ClientApi, fix_inclusive, parse
+from homeport_proxy.api.base import ClientApi, at, fix_inclusive, inclusive_usage, parse
+from homeport_proxy.exchange import TokenUsage
 
 _SPEAKS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
 
@@ -28,4 +29,10 @@ def fix_usage(data: bytes, cached: int | None) -> bytes:
     return fix_inclusive(data, cached, ("usage",))
 
 
-CHAT = ClientApi("chat", True, has_token, ends, fix_usage, usage_in_stream_options=True)
+def read_usage(data: bytes) -> TokenUsage | None:
+    """The counts of an answer, or of a stream's usage chunk."""
+    usage = at(data, ("usage",))
+    return inclusive_usage(usage, "prompt_tokens", "completion_tokens", "prompt_tokens_details") if usage else None
+
+
+CHAT = ClientApi("chat", True, has_token, ends, fix_usage, read_usage, usage_in_stream_options=True)

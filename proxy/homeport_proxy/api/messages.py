@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from homeport_proxy.api.base import ClientApi, fix_additive, parse
+from homeport_proxy.api.base import ClientApi, additive_usage, at, fix_additive, parse
+from homeport_proxy.exchange import TokenUsage
 
 
 def _kind(event: bytes, data: bytes) -> str:
@@ -25,4 +26,10 @@ def fix_usage(data: bytes, cached: int | None) -> bytes:
     return fixed if fixed is not data else fix_additive(data, cached, ("usage",))
 
 
-MESSAGES = ClientApi("messages", True, has_token, ends, fix_usage)
+def read_usage(data: bytes) -> TokenUsage | None:
+    """The counts of an answer, of ``message_start``, or of ``message_delta``."""
+    usage = at(data, ("message", "usage"), ("usage",))
+    return additive_usage(usage) if usage else None
+
+
+MESSAGES = ClientApi("messages", True, has_token, ends, fix_usage, read_usage)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from homeport_proxy.api.base import ClientApi, fix_inclusive, parse
+from homeport_proxy.api.base import ClientApi, at, fix_inclusive, inclusive_usage, parse
+from homeport_proxy.exchange import TokenUsage
 
 _LAST = ("response.completed", "response.incomplete", "response.failed", "response.cancelled", "error")
 
@@ -28,4 +29,10 @@ def fix_usage(data: bytes, cached: int | None) -> bytes:
     return fixed if fixed is not data else fix_inclusive(data, cached, ("usage",), "input_tokens_details")
 
 
-RESPONSES = ClientApi("responses", True, has_token, ends, fix_usage)
+def read_usage(data: bytes) -> TokenUsage | None:
+    """The counts of an answer, or of the event that carries it."""
+    usage = at(data, ("response", "usage"), ("usage",))
+    return inclusive_usage(usage, "input_tokens", "output_tokens", "input_tokens_details") if usage else None
+
+
+RESPONSES = ClientApi("responses", True, has_token, ends, fix_usage, read_usage)
