@@ -29,6 +29,8 @@ class KvEventSubscriber:
     """Follows one publisher: ``run`` until cancelled, reconnecting by itself (ZMQ does).
 
     Keeps no state of the cache: every batch goes to ``on_batch``; what is missing is fetched and goes to ``on_replay``.
+    ``on_connect`` comes before the first batch of every connection: another process may answer under the same address
+    and its sequence may happen to go on where the old one's ended, so that nothing heard before counts.
     A batch that cannot be read is counted in ``bad_batches`` and skipped (it shows as a gap).
     """
 
@@ -38,6 +40,7 @@ class KvEventSubscriber:
         replay: str | None,
         on_batch: OnBatch,
         on_replay: OnReplay,
+        on_connect: Callable[[], None],
         *,
         topic: str = "",
         replay_timeout_s: float = 5.0,
@@ -46,6 +49,7 @@ class KvEventSubscriber:
         self._replay = replay
         self._on_batch = on_batch
         self._on_replay = on_replay
+        self._on_connect = on_connect
         self._topic = topic
         self._replay_timeout_s = replay_timeout_s
         self.bad_batches = 0
@@ -58,18 +62,29 @@ class KvEventSubscriber:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 100_000)
             socket.subscribe(self._topic)
+            monitor = socket.get_monitor_socket(zmq.EVENT_CONNECTED)
+            poller = zmq.asyncio.Poller()
+            poller.register(monitor, zmq.POLLIN)
+            poller.register(socket, zmq.POLLIN)
             socket.connect(self._pub)
-            await self._fetch(context, 0)
             while True:
-                batch = self._parsed(await socket.recv_multipart())
-                if batch is None:
-                    continue
-                missing = self._on_batch(batch)
-                if missing is not None:
-                    await self._fetch(context, missing)
+                ready = dict(await poller.poll())
+                if monitor in ready:
+                    await monitor.recv_multipart()
+                    self._on_connect()
+                    await self._fetch(context, 0)
+                elif socket in ready:
+                    await self._take(context, await socket.recv_multipart())
         finally:
+            socket.disable_monitor()
             socket.close()
             context.destroy(linger=0)
+
+    async def _take(self, context: zmq.asyncio.Context, frames: Sequence[bytes]) -> None:
+        batch = self._parsed(frames)
+        missing = self._on_batch(batch) if batch is not None else None
+        if missing is not None:
+            await self._fetch(context, missing)
 
     async def _fetch(self, context: zmq.asyncio.Context, start: int) -> None:
         if self._replay is None:

@@ -127,6 +127,10 @@ class Router:
         """The answer to a replay request (empty: the engine has nothing, or did not answer)."""
         return self._events().replayed(place, batches)
 
+    def kv_connected(self, place: str) -> None:
+        """A new connection to the place's events: what was heard over the old one no longer counts."""
+        self._events().suspect(place)
+
     def kv_follow(self, place: str, on: bool = True) -> None:
         """The place's KV events are subscribed to (or no longer)."""
         (self._events().follow if on else self._events().unfollow)(place)

@@ -1,0 +1,97 @@
+"""The leaf-first LRU against a plain model of an engine's cache, and its bounds."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from homeport_proxy.routing.index.approximate import ApproximateIndex
+from homeport_proxy.routing.index.lru import PrefixLru
+from homeport_proxy.routing.views import PrefixKeys
+from routing.routing_kit import chain, request
+
+
+class Naive:
+    """Every block with its own last use; the oldest goes, and of equals the deepest."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used: dict[int, tuple[int, int]] = {}
+        self.clock = 0
+
+    def use(self, keys: list[int]) -> None:
+        self.clock += 1
+        for depth, key in enumerate(keys):
+            self.used[key] = (self.clock, -depth)
+        while len(self.used) > self.capacity:
+            del self.used[min(self.used, key=lambda key: self.used[key])]
+
+    def match(self, keys: list[int]) -> int:
+        return next((depth for depth, key in enumerate(keys) if key not in self.used), len(keys))
+
+
+# prompts of a small tree: a head shared by all, then one of a few branches, cut anywhere
+_PROMPTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), min_size=1, max_size=60)
+
+
+def keys_of(branch: int, length: int) -> list[int]:
+    return (chain("head", 3) + chain(f"branch{branch}", 9))[:length]
+
+
+@given(_PROMPTS, st.integers(1, 30))
+@settings(max_examples=80, deadline=None)
+def test_the_lru_holds_what_a_full_lru_holds(prompts: list[tuple[int, int]], capacity: int) -> None:
+    lru, naive = PrefixLru(capacity), Naive(capacity)
+    for branch, length in prompts:
+        keys = keys_of(branch, length)
+        lru.use(keys)
+        naive.use(keys)
+        assert len(lru) == len(naive.used) <= capacity
+        for other in range(4):
+            whole = keys_of(other, 12)
+            assert lru.match(whole) == naive.match(whole)
+            # prefix-closed: nothing is held beyond the match
+            assert not any(key in lru for key in whole[lru.match(whole) :])
+
+
+def test_a_single_prompt_larger_than_the_cache_keeps_its_head() -> None:
+    lru = PrefixLru(10)
+    keys = chain("long", 50)
+    lru.use(keys)
+    assert len(lru) == 10
+    assert lru.match(keys) == 10
+
+
+def test_the_approximate_index_is_bounded_in_bytes_over_all_places() -> None:
+    budget = 2_000_000
+    index = ApproximateIndex(budget, default_kv_tokens=10_000_000)
+    for place in range(8):
+        index.set_place(f"d{place}", None)
+    for number in range(20_000):
+        one = request(f"s{number}", 4)
+        index.sent(f"d{number % 8}", one)
+        assert index.bytes <= budget
+    assert index.cached_tokens("d7", request("s19999", 4)) > 0
+    assert index.cached_tokens("d0", request("s0", 4)) == 0
+
+
+def test_a_place_holds_what_its_engine_can() -> None:
+    index = ApproximateIndex(10**9, default_kv_tokens=1)
+    index.set_place("d0", 128 * 100)
+    for number in range(50):
+        index.sent("d0", request(f"s{number}", 10))
+    assert 80 <= index.blocks <= 110
+    index.set_place("d0", 128 * 400)
+    for number in range(50):
+        index.sent("d0", request(f"t{number}", 10))
+    assert 350 <= index.blocks <= 440
+    index.forget("d0")
+    assert index.blocks == 0
+    index.drop_place("d0")
+    assert index.bytes == 0
+
+
+def test_a_prompt_without_blocks_is_nothing_known() -> None:
+    index = ApproximateIndex(10**6, 1000)
+    index.set_place("d0", None)
+    empty = request("s", 1, prefix=PrefixKeys())
+    index.sent("d0", empty)
+    assert index.cached_tokens("d0", empty) == 0
