@@ -18,7 +18,7 @@ from homeport_engines.launch import SPECULATION, LaunchError, Speculation, specu
 from homeport_engines.vllm import cpu
 from homeport_proxy.local import checks
 from homeport_proxy.local.display import start_display
-from homeport_proxy.local.plan import EngineName, Plan, Wanted, make_plan, threads_per_engine
+from homeport_proxy.local.plan import EngineName, Plan, Wanted, make_plan
 from homeport_proxy.local.supervisor import Supervisor
 
 HELP = "start engines and the proxy on this machine"
@@ -49,7 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--min-uncached-tokens", type=_count, metavar="N", help="least uncached prompt that gets a prefill engine"
     )
     parser.add_argument("--kv-gib", type=int, default=1, metavar="N", help="KV cache of each CPU engine (default: 1)")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of each CPU engine (default: all cores)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads of each CPU engine (default: all cores, decode half)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=600, metavar="S", help="for the engines (default: %(default)s)"
     )
@@ -103,7 +105,7 @@ def plan_from(args: argparse.Namespace) -> Plan:
         tool_parser=args.tool_parser,
         min_uncached_tokens=args.min_uncached_tokens,
         kv_gib=args.kv_gib,
-        cpu_threads=args.threads or threads_per_engine(),
+        cpu_threads=args.threads,
     )
     if engine == "emulator":
         name = args.served_name or (Path(args.model).name if args.model else cpu.MODEL)

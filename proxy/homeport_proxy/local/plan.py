@@ -132,7 +132,7 @@ def _vllm(wanted: Wanted, role: Role, port: int, index: int, free_port: Callable
         side_channel_port=free_port(),
         events_port=free_port(),
         replay_port=free_port(),
-        cpu_threads=wanted.cpu_threads,
+        cpu_threads=wanted.cpu_threads or threads(role, cores()),
         kv_gib=wanted.kv_gib,
         gpus=(index,) if wanted.gpus else None,
         program=wanted.program,
@@ -178,6 +178,12 @@ def _backend(wanted: Wanted, engine: PlannedEngine) -> dict[str, JsonValue]:
     return backend
 
 
-def threads_per_engine() -> int:
-    """Threads for each CPU engine: all cores. A session works on one engine at a time, so the other's are idle."""
+def cores() -> int:
+    """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads(role: Role, available: int) -> int:
+    """Threads of one CPU engine. Prefill is a few large products: all cores. Decode is many small ones, each ended by a
+    barrier, and waits whenever a prefill holds a core: half of them."""
+    return max(1, available // 2) if role == "decode" else available
