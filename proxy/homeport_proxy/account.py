@@ -34,6 +34,14 @@ class BytesPerToken:
         """An estimate of the prompt's tokens, at least 1."""
         return max(1, round(body_bytes / self._ratio.get(model, DEFAULT_BYTES_PER_TOKEN)))
 
+    def ratios(self) -> dict[str, float]:
+        """What was learned, to be told to another process."""
+        return {model: round(ratio, 2) for model, ratio in self._ratio.items()}
+
+    def take(self, ratios: Mapping[str, float]) -> None:
+        """What another process learned."""
+        self._ratio = dict(ratios)
+
     def learn(self, model: str, body_bytes: int, prompt_tokens: int) -> None:
         """One request's body and its prompt as the engine counted it."""
         if prompt_tokens < 16 or body_bytes < prompt_tokens / 4:
@@ -96,11 +104,14 @@ class Account:
         self._default_book = _book(config.ledger.prices) if config.ledger.prices else None
         self._books = {tenant.name: _book(tenant.prices) for tenant in config.tenants if tenant.prices}
 
-    def done(self, exchange: Exchange) -> None:
-        """Book a request that is over, once. Never raises for what an engine reported."""
+    def done(self, exchange: Exchange, *, body_bytes: int | None = None) -> None:
+        """Book a request that is over, once. Never raises for what an engine reported.
+
+        ``body_bytes``: the length of its body when that is not at hand any more.
+        """
         model = exchange.model if exchange.model in self._models() else "other" if exchange.model else ""
         causes = miss_causes(exchange)
-        self._count(exchange, model, causes)
+        self._count(exchange, model, causes, len(exchange.body) if body_bytes is None else body_bytes)
         if exchange.api in GENERATING:
             self._enter(exchange, causes)
             self._own(exchange.session, exchange.tenant)
@@ -117,7 +128,7 @@ class Account:
         """Write the ledger's last lines."""
         self.ledger.close()
 
-    def _count(self, exchange: Exchange, model: str, causes: Mapping[str, int]) -> None:
+    def _count(self, exchange: Exchange, model: str, causes: Mapping[str, int], body_bytes: int) -> None:
         metrics, tenant, usage = self.metrics, exchange.tenant, exchange.usage
         decision = exchange.decision
         word = Word.PEER.value if exchange.peer_region else decision.word.value if decision else "none"
@@ -138,7 +149,7 @@ class Account:
                 metrics.prompt_tokens.add(usage.cached_tokens, (model, tenant, "cached"))
                 metrics.prompt_tokens.add(fresh, (model, tenant, "fresh"))
                 self._share(exchange.arrived_unix_s, usage.prompt_tokens, usage.cached_tokens)
-            self.bytes_per_token.learn(exchange.model, len(exchange.body), usage.prompt_tokens)
+            self.bytes_per_token.learn(exchange.model, body_bytes, usage.prompt_tokens)
         if usage.output_tokens is not None:
             metrics.output_tokens.add(usage.output_tokens, (model, tenant))
         for cause, tokens in causes.items():

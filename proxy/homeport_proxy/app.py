@@ -12,7 +12,6 @@ from homeport_proxy.api import BY_PATH
 from homeport_proxy.control import Control
 from homeport_proxy.downstream import Downstream, RawResponse
 from homeport_proxy.errors import ProxyError
-from homeport_proxy.observe import admin
 from homeport_proxy.pipeline import Pipeline, answer_error, arrive
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -30,7 +29,7 @@ class Proxy:
     async def start(self) -> None:
         """Make the server. The control plane must have been started."""
         app = web.Application()
-        app.add_routes(admin.routes(self.control))
+        app.add_routes(self.control.routes())
         runner = web.AppRunner(
             app,
             access_log=None,

@@ -58,7 +58,7 @@ class Control:
 
     def __init__(self, config: Config, *, config_path: Path | None = None, insecure: bool = False) -> None:
         self._insecure = insecure
-        self._check(config)
+        check(config, insecure=insecure)
         self.config = config
         self.config_path = config_path
         self.started_unix_s = time.time()
@@ -138,8 +138,9 @@ class Control:
             return False
         self._changed_ns = _changed_ns(self.config_path)
         try:
-            config = configuration.load(self.config_path)
-            self._check(config)
+            # the listener stays as it is: what the command line gave it is not in the file
+            config = configuration.load(self.config_path).model_copy(update={"listen": self.config.listen})
+            check(config, insecure=self._insecure)
         except ConfigError as error:
             self.reload_fault = (
                 f"{self.config_path.name} was not taken, the one before stays: {'; '.join(error.errors)}"
@@ -147,7 +148,7 @@ class Control:
             log.error("%s", self.reload_fault)
             return False
         self.reload_fault = None
-        for name in ("listen", "state", "record", "ledger"):
+        for name in ("state", "record", "ledger", "log", "tracing", "decisions"):
             if getattr(config, name) != getattr(self.config, name):
                 log.warning("`%s` changed: that takes a restart", name)
         self.config = config
@@ -316,12 +317,6 @@ class Control:
             Alone(local) if config.state.redis is None else RedisState(config.state.redis, config.state.prefix, local)
         )
 
-    def _check(self, config: Config) -> None:
-        refusal = config.refuses_to_listen(self._insecure)
-        faults = ([refusal] if refusal else []) + configuration.missing_secrets(config)
-        if faults:
-            raise ConfigError(faults)
-
     def _places_changed(self) -> None:
         self.kv_feed.keep_only(self.fleet.members)
         for name, region in self.config.regions.items():
@@ -411,6 +406,14 @@ class Control:
                     log.info("keys reloaded")
             except Exception:  # a fault of ours here must not end the watch: later changes would go unseen
                 log.exception("reloading failed inside the proxy; the configuration before stays")
+
+
+def check(config: Config, *, insecure: bool = False) -> None:
+    """Raises ConfigError for a configuration that must not be served: open to others, or keys that cannot be read."""
+    refusal = config.refuses_to_listen(insecure)
+    faults = ([refusal] if refusal else []) + configuration.missing_secrets(config)
+    if faults:
+        raise ConfigError(faults)
 
 
 def routing_settings(config: Config) -> RoutingSettings:

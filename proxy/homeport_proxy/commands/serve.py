@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import signal
-import ssl
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from homeport.cli import CommandError
 from homeport_proxy import config as configuration
+from homeport_proxy import lint
 from homeport_proxy.app import Proxy
 from homeport_proxy.config import Config, ConfigError
-from homeport_proxy.control import Control
+from homeport_proxy.control import Control, check
+from homeport_proxy.loop import listener_tls, loop_factory
+from homeport_proxy.observe import logs
+from homeport_proxy.workers.parent import Parent
 
 HELP = "run the proxy in front of engines that already run"
 
@@ -26,6 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the configuration file (YAML)")
     parser.add_argument("--host", help="listen on this address instead of the file's")
     parser.add_argument("--port", type=int, help="listen on this port instead of the file's (0: any free one)")
+    parser.add_argument("--workers", type=_count, default=1, metavar="N", help="serving processes (default 1)")
     parser.add_argument("-t", "--test", action="store_true", help="test the file and exit")
     parser.add_argument("--insecure", action="store_true", help="listen beyond this machine without tenants")
 
@@ -36,13 +38,23 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = _with_listen(configuration.load(path), args.host, args.port)
         if args.test:
-            Control(config, insecure=args.insecure)
+            check(config, insecure=args.insecure)
+            faults = [f"{found.where}: {found.text}" for found in lint.offline(config) if found.level == "error"]
+            if faults:
+                raise ConfigError(faults)
             print(f"{path}: good")
             return 0
-        logging.basicConfig(level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        return _run_loop(config, path, insecure=args.insecure)
+        logs.configure(config.log)
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(serve(config, path, insecure=args.insecure, workers=args.workers))
     except ConfigError as error:
         raise CommandError(f"{path}: " + "; ".join(error.errors)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers; give 1 to 256")
+    return int(text)
 
 
 def _with_listen(config: Config, host: str | None, port: int | None) -> Config:
@@ -55,23 +67,9 @@ def _with_listen(config: Config, host: str | None, port: int | None) -> Config:
     return config.model_copy(update={"listen": listen.model_copy(update={"address": address})})
 
 
-def _run_loop(config: Config, path: Path, *, insecure: bool) -> int:
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve(config, path, insecure=insecure))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop
-    except ImportError:  # a platform without it
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
-
-
-async def serve(config: Config, path: Path | None, *, insecure: bool = False) -> int:
+async def serve(config: Config, path: Path | None, *, insecure: bool = False, workers: int = 1) -> int:
     """Start everything, serve until SIGTERM or SIGINT, stop gracefully; a second signal stops at once."""
     control = Control(config, config_path=path, insecure=insecure)
-    proxy = Proxy(control)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
@@ -87,30 +85,30 @@ async def serve(config: Config, path: Path | None, *, insecure: bool = False) ->
     if hasattr(signal, "SIGHUP"):
         loop.add_signal_handler(signal.SIGHUP, control.reload)
     await control.start()
+    server: Proxy | Parent | None = None
     try:
-        await proxy.start()
-        port = await _listen(proxy, config)
+        server, port = await _listen(control, workers)
         print(f"homeport: listening on {_url(config, port)}", file=sys.stderr, flush=True)
         await stop.wait()
         print("homeport: stopping; streams under way may finish", file=sys.stderr, flush=True)
     finally:
         with contextlib.suppress(asyncio.CancelledError):
-            await proxy.stop()
+            if server is not None:
+                await server.stop()
         await control.stop()
     return 0
 
 
-async def _listen(proxy: Proxy, config: Config) -> int:
-    listen = config.listen
-    tls = None
-    if listen.tls is not None:
-        try:
-            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(listen.tls.cert, listen.tls.key)
-        except (OSError, ssl.SSLError) as error:
-            raise CommandError(f"listen.tls: cannot be loaded: {error}") from None
+async def _listen(control: Control, workers: int) -> tuple[Proxy | Parent, int]:
+    listen = control.config.listen
     try:
-        return await proxy.listen(listen.host, listen.port, tls=tls)
+        tls = listener_tls(listen)
+        if workers > 1:
+            parent = Parent(control, workers)
+            return parent, await parent.start(listen.host, listen.port)
+        proxy = Proxy(control)
+        await proxy.start()
+        return proxy, await proxy.listen(listen.host, listen.port, tls=tls)
     except OSError as error:
         raise CommandError(
             f"cannot listen on {listen.address}: {error.strerror or error}; choose another port with --port"

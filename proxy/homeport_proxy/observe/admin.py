@@ -11,20 +11,25 @@ from typing import TYPE_CHECKING, Final, cast
 import msgspec
 from aiohttp import web
 
-from homeport.fingerprint import JsonValue
 from homeport.ledger import GroupBy, Totals
+from homeport_proxy.account import Summary
 from homeport_proxy.config import ConfigError
 from homeport_proxy.errors import ProxyError
 from homeport_proxy.observe import guard
 from homeport_proxy.observe.prometheus import CONTENT_TYPE
 from homeport_proxy.observe.status import backends, status
+from homeport_proxy.routing.views import Cost
 
 if TYPE_CHECKING:
     from homeport_proxy.control import Control
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_NOT_CARRIED: Final = "KV is not carried: each session prefills once at its next home"
 MAX_DECISIONS: Final = 1000
+PEER_HEADER: Final = "x-homeport-peer"
+TRUSTS_PEER_HEADER: Final = web.AppKey("trusts_peer_header", bool)
+"""Set on an application that only this proxy's own workers reach: they say who asked them."""
 
 
 def routes(control: Control) -> list[web.RouteDef]:
@@ -87,7 +92,7 @@ class _Admin:
             if guard.has_key(request.headers, key):
                 return None
             return fault(401, "invalid_api_key", "The admin API needs its key: `Authorization: Bearer KEY`.")
-        why = guard.why_not_local(request.remote, request.headers)
+        why = guard.why_not_local(_peer(request), request.headers)
         if why is None:
             return None
         message = f"Without an admin key only this machine may ask: {why}. Configure `admin: {{key_env: NAME}}`."
@@ -112,7 +117,7 @@ class _Admin:
     async def metrics(self, request: web.Request) -> web.Response:
         """Open where the proxy is; with tenants only to the admin key or this machine, for it names them."""
         if not self._control.admission.open:
-            local = guard.why_not_local(request.remote, request.headers) is None
+            local = guard.why_not_local(_peer(request), request.headers) is None
             if not local and (refusal := self._refusal(request)) is not None:
                 return refusal
         text = self._control.metrics.registry.render()
@@ -142,7 +147,8 @@ class _Admin:
             return fault(400, "invalid_request", "`deadline_s` must be seconds, 0 or more.")
         if not self._control.drain(name, None if deadline_s is None else float(deadline_s)):
             return self._no_backend(name)
-        return answer({"name": name, "state": "draining"})
+        note = _NOT_CARRIED if options.get("carry") else None
+        return answer({"name": name, "state": "draining", "note": note})
 
     async def undrain(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -179,13 +185,14 @@ class _Admin:
         summary = self._control.account.requests.get(request.match_info["id"])
         if summary is None:
             return fault(404, "not_found", "No request of that id is remembered; only recent ones are kept.")
-        return answer(summary)
+        return answer(_readable(summary))
 
     async def decisions(self, request: web.Request) -> web.Response:
         limit = request.query.get("limit", "100")
         if not limit.isdecimal() or not 0 < int(limit) <= MAX_DECISIONS:
             return fault(400, "invalid_request", f"`limit` must be a whole number from 1 to {MAX_DECISIONS}.")
-        return answer({"decisions": self._control.account.requests.latest(int(limit))})
+        latest = self._control.account.requests.latest(int(limit))
+        return answer({"decisions": [_readable(summary) for summary in latest]})
 
     # the ledger
 
@@ -217,12 +224,24 @@ class _Admin:
         return fault(404, "not_found", "No dashboard.")
 
 
-async def _options(request: web.Request) -> dict[str, JsonValue]:
+def _readable(summary: Summary) -> Summary:
+    """A request's summary with the costs of its places by name."""
+    costs = cast("dict[str, Cost]", summary["costs"])
+    return {**summary, "costs": {place: cost._asdict() for place, cost in costs.items()}}
+
+
+def _peer(request: web.Request) -> str | None:
+    if request.app.get(TRUSTS_PEER_HEADER, False):
+        return request.headers.get(PEER_HEADER)
+    return request.remote
+
+
+async def _options(request: web.Request) -> dict[str, object]:
     body = await request.read()
     if not body:
         return {}
     try:
-        return msgspec.json.decode(body, type=dict[str, JsonValue])
+        return msgspec.json.decode(body, type=dict[str, object])
     except (msgspec.DecodeError, msgspec.ValidationError):
         return {}
 
