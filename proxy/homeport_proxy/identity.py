@@ -20,6 +20,7 @@ import msgspec
 
 from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
+from homeport_proxy.document import listed
 from homeport_proxy.exchange import GENERATING, Exchange, Identity
 from homeport_proxy.routing.views import Kind
 
@@ -329,8 +330,7 @@ def _shared_value(value: JsonValue) -> str | None:
 def _system_digest(api: str, body: Mapping[str, JsonValue]) -> bytes:
     """A digest of the system prompt; empty when there is none."""
     parts: list[JsonValue] = [body[name] for name in ("system", "instructions") if body.get(name)]
-    listed = body.get("messages") if api != "responses" else body.get("input")
-    for message in listed if isinstance(listed, list) else ():
+    for message in listed(body, "input" if api == "responses" else "messages"):
         if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
             break
         parts.append(message.get("content"))

@@ -13,7 +13,6 @@ from typing import cast
 import msgspec
 from aiohttp import web
 
-from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
 from homeport_engines import capabilities
 from homeport_engines.registry import transfer_of
@@ -21,6 +20,7 @@ from homeport_proxy import handoff, paths, peering, stored
 from homeport_proxy.api import of_path
 from homeport_proxy.api.base import ClientApi, is_internal
 from homeport_proxy.control import Control
+from homeport_proxy.document import Document
 from homeport_proxy.downstream import Downstream, RawResponse
 from homeport_proxy.engines import Engines
 from homeport_proxy.errors import ProxyError, invalid_request, model_not_found, no_backend, overloaded, render
@@ -29,8 +29,9 @@ from homeport_proxy.headers import of_exchange, usable_request_id
 from homeport_proxy.identity import look
 from homeport_proxy.intake import read_body
 from homeport_proxy.job import Job
+from homeport_proxy.prefix import Prefixes
 from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, Word
-from homeport_proxy.splice import NotAnObjectError, document_of, edit, raw_members
+from homeport_proxy.splice import NotAnObjectError, edit, raw_members
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Pipeline:
     def __init__(self, control: Control) -> None:
         self.control = control
         self.engines = Engines(control.fleet)
+        self.prefixes = Prefixes(BLOCK_CHARS)
         self.desk = handoff.Desk(
             engines=self.engines,
             health=control.health,
@@ -65,6 +67,8 @@ class Pipeline:
             await self._serve(exchange, request, down)
         except ProxyError as error:
             self._refuse(exchange, down, error)
+        except NotAnObjectError as error:
+            self._refuse(exchange, down, invalid_request(f"The body is not JSON: {error}."))
         except asyncio.CancelledError:
             exchange.error = "client_closed"
             raise
@@ -143,7 +147,7 @@ class Pipeline:
         seen = look(exchange, document, self.control.config.affinity.headers)
         exchange.identity = await self.control.books.identify(seen)
         try:
-            blocks = fingerprint.text_blocks(cast("Api", exchange.api), document, BLOCK_CHARS)
+            blocks = self.prefixes.blocks(cast("Api", exchange.api), exchange.identity.session, document)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return  # not the shape this API promises: the engine will say so
         exchange.prefix = PrefixKeys(blocks, BLOCK_CHARS)
@@ -313,12 +317,12 @@ def _read_members(exchange: Exchange, job: Job) -> None:
         return
     try:
         job.raws = raw_members(exchange.body)
-        exchange.document = document_of(exchange.body)
+        exchange.document = Document(job.raws)
+        exchange.stream = job.stream = exchange.document.get("stream") is True
     except NotAnObjectError as error:
         if job.api.name == "other":
             return
         raise invalid_request(f"The body is not a JSON object: {error}.") from None
-    exchange.stream = job.stream = exchange.document.get("stream") is True
 
 
 def _plan_edits(exchange: Exchange, job: Job) -> None:

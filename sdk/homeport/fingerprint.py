@@ -111,7 +111,7 @@ def text_blocks(api: Api, body: Mapping[str, JsonValue], block_chars: int = 512,
     layout = resolve(family, api, body)
     ids = layout.renders_call_ids is True
     text = "".join([_text(source, ids) for source in _sources(api, body, layout)])
-    return _blocks(text, block_chars, 0)
+    return chain_blocks(text, block_chars, 0)
 
 
 def identity(
@@ -195,7 +195,7 @@ class Incremental:
         rest, chain = (last.rest, last.chain) if last else ("", 0)
         if self._block_chars is not None:
             rest += text
-            blocks = _blocks(rest, self._block_chars, chain)
+            blocks = chain_blocks(rest, self._block_chars, chain)
             chain = blocks[-1] if blocks else chain
             rest = rest[len(blocks) * self._block_chars :]
         self._known.append(_Known(key, segment, blocks, rest, chain))
@@ -231,7 +231,8 @@ def _text(source: _Source, ids: bool) -> str:
     return "".join([text for _, text in source.runs(source.value, source.pointer, ids)])
 
 
-def _blocks(text: str, block_chars: int, chain: int) -> list[int]:
+def chain_blocks(text: str, block_chars: int, chain: int = 0) -> list[int]:
+    """Chained digests of ``text``'s whole blocks; ``chain`` is the digest of the block before. Needs ``xxhash``."""
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError as error:  # pragma: no cover - depends on the installation
