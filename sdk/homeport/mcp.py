@@ -48,8 +48,11 @@ class McpTool:
     @property
     def model_name(self) -> str:
         """Unique over the servers of a list."""
-        plain = re.sub(r"[^A-Za-z0-9_-]", "_", f"mcp__{self.server}__{self.name}")
-        if plain == f"mcp__{self.server}__{self.name}" and len(plain) <= _NAME_LIMIT:
+        wanted = f"mcp__{self.server}__{self.name}"
+        plain = re.sub(r"[^A-Za-z0-9_-]", "_", wanted)
+        # underscores at the seam would let two pairs have one name
+        clear = "__" not in self.server and self.server == self.server.strip("_")
+        if plain == wanted and clear and len(plain) <= _NAME_LIMIT:
             return plain
         digest = sha256(f"{self.server}\0{self.name}".encode()).hexdigest()[:8]
         return f"{plain[: _NAME_LIMIT - 9]}_{digest}"

@@ -1,7 +1,8 @@
 """What this process knows of its sessions: stabiliser state, the last request, the books. One object, bounded.
 
-Per session it holds the last request body (for the explainer) and a few hundred bytes of state; bodies are bounded to
-64 MiB of JSON in all, sessions to 4,096, the longest unused going first. The books are in the ledger.
+Per session it holds the last request body (for the explainer), about 200 bytes per message and a few hundred bytes per
+tool; bodies are bounded to 64 MiB of JSON in all, sessions to 4,096, the longest unused going first. The books are in
+the ledger.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from homeport.breaks import CacheBreak
 from homeport.conversations import Conversations
 from homeport.explain import explain
 from homeport.failures import failed
-from homeport.fingerprint import Api, JsonValue
+from homeport.fingerprint import Api, Incremental, JsonValue
 from homeport.ledger import Ledger
 from homeport.prices import PriceBook
 from homeport.report import SessionReport, SessionTally
 from homeport.session import Session, affinity_id
 from homeport.stabilise import State
-from homeport.tokens import Calibration
 from homeport.usage import Usage
 
 MAX_SESSIONS = 4_096
@@ -42,6 +42,8 @@ class Remembered:
     body_bytes: int = 0
     answered_at: float | None = None
     """When the last answer was complete, in Unix seconds."""
+    prompt: Incremental = field(default_factory=Incremental)
+    """Its prompt's segments as of the last answer, digests only."""
     tally: SessionTally = field(init=False)
     shares_parent_head: bool | None = None
     """Decided at the first request of a sub-agent, then kept."""
@@ -80,7 +82,6 @@ class Runtime:
         self._sessions: OrderedDict[tuple[str, str], Remembered] = OrderedDict()
         self._body_bytes = 0
         self.conversations = Conversations()
-        self.calibration = Calibration()
         self.proxies: OrderedDict[str, str] = OrderedDict()
         """Homeport proxies that answered: session key of theirs by (their root URL + affinity id)."""
         self._ledger: Ledger | None = None

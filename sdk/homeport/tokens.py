@@ -45,15 +45,19 @@ class Calibration:
         with self._lock:
             return self._bytes_per_token.get(model)
 
-    def tokens(self, model: str, prompt_bytes: int) -> int:
-        """An estimate for so many bytes of prompt text: calibrated, else 4 characters a token."""
-        return round(prompt_bytes / (self.bytes_per_token(model) or CHARS_PER_TOKEN))
+
+calibration = Calibration()
+"""This process's own, fed by every answer that attached clients get."""
 
 
 def count(text: str, model: str = "") -> int:
-    """Tokens of ``text``: counted when the model's tokenizer is on this machine, else estimated."""
+    """Tokens of ``text``: counted when the model's tokenizer is on this machine, else estimated from what the provider
+    counted in this process's prompts, else 4 characters a token."""
     tokenizer = tokenizer_for(model)
-    return tokenizer(text) if tokenizer is not None else round(len(text) / CHARS_PER_TOKEN)
+    if tokenizer is not None:
+        return tokenizer(text)
+    known = calibration.bytes_per_token(model)
+    return round(len(text) / CHARS_PER_TOKEN if known is None else len(text.encode("utf-8", "surrogatepass")) / known)
 
 
 @lru_cache(maxsize=32)

@@ -106,16 +106,24 @@ def test_data_of_a_frame(frame: bytes, data: bytes) -> None:
 
 def test_usage_calibrates_bytes_per_token() -> None:
     calibration = Calibration()
-    assert calibration.tokens("m", 4_000) == 1_000
+    assert calibration.bytes_per_token("m") is None
     calibration.learn("m", 3_000, 1_000)
-    assert calibration.tokens("m", 6_000) == 2_000
     for bad in ((10, 5), (3_000, None), (3_000, 0), (1_000_000, 10), (300, 100_000)):
         calibration.learn("m", *bad)
     assert calibration.bytes_per_token("m") == 3.0
-    assert calibration.bytes_per_token("other") is None
+    calibration.learn("m", 4_000, 1_000)
+    assert 3.0 < (calibration.bytes_per_token("m") or 0) < 4.0
     for index in range(1_000):
         calibration.learn(f"m{index}", 4_000, 1_000)
     assert len(calibration._bytes_per_token) <= 256
+
+
+def test_answers_of_attached_clients_calibrate() -> None:
+    body = {"model": "own-model", "messages": [{"role": "user", "content": "x" * 3_600}]}
+    assert count("y" * 300, "own-model") == 75
+    with serving(chat) as server, attach(httpx2.Client(verify=False), session="s") as client:
+        client.post(f"{server.base_url}/chat/completions", json=body)
+    assert count("y" * 300, "own-model") == 100
 
 
 def test_a_tokenizer_on_disk_is_used_and_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
