@@ -6,7 +6,7 @@ import secrets
 
 from homeport_proxy import headers as header_rules
 from homeport_proxy.downstream import Downstream
-from homeport_proxy.errors import upstream_error, upstream_timeout
+from homeport_proxy.errors import upstream_timeout
 from homeport_proxy.exchange import Exchange, LegRecord, State
 from homeport_proxy.handoff import Desk
 from homeport_proxy.job import Job
@@ -17,7 +17,7 @@ from homeport_proxy.upstream import Head, RawHeaders, UpstreamError
 
 
 async def answer(desk: Desk, regions: Regions, exchange: Exchange, job: Job, down: Downstream, peer: Peer) -> bool:
-    """Bring the client the peer's answer. False: the peer did not take the request, serve it here.
+    """Bring the client the peer's answer. False: the peer did not answer, serve it here.
 
     The peer's proxy does all that an engine needs, retries included, and keeps the books of the tokens.
     """
@@ -60,5 +60,7 @@ async def answer(desk: Desk, regions: Regions, exchange: Exchange, job: Job, dow
         regions.failed(peer, refused=False)
         if result.timed_out:
             raise upstream_timeout(f"Region {peer.name} gave no answer in time: {result}.")
-        raise upstream_error(f"Region {peer.name} failed: {result}.", may_be_generating=False)
+        # reset before the client's first byte: like an engine that resets, it is tried elsewhere
+        exchange.region_reason = f"{peer.name} failed"
+        return False
     raise AssertionError("unreachable")

@@ -217,3 +217,98 @@ async def black_hole(port: int) -> AsyncIterator[None]:
         for filler in fillers:
             filler.close()
         listener.close()
+
+
+class Strait:
+    """A stretch of network in front of a port: it forwards bytes, and can be made to fail.
+
+    ``trouble`` None forwards. ``reset`` and ``hang`` strike at a connection that carries a POST, once ``after_bytes``
+    bytes of the answer passed; a hang then holds every connection. ``struck`` counts.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.trouble: str | None = None
+        self.after_bytes = 0
+        self.struck = 0
+        self.port = 0
+        self._frozen = asyncio.Event()
+
+    async def __aenter__(self) -> Strait:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def url(self) -> str:
+        """Where it is entered."""
+        return f"http://127.0.0.1:{self.port}"
+
+    async def open(self) -> None:
+        """Take connections."""
+        self._server = await asyncio.start_server(self._pass, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Refuse connections and cut those that are open."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        back, forth = await asyncio.open_connection("127.0.0.1", self._target)
+        carries = asyncio.Event()
+        ways = [
+            asyncio.ensure_future(self._there(reader, forth, carries)),
+            asyncio.ensure_future(self._back(back, writer, carries)),
+        ]
+        try:
+            with contextlib.suppress(asyncio.CancelledError):  # cut by close(); nobody waits for this task
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            for end in (writer, forth):
+                end.transport.abort()
+
+    async def _there(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, carries: asyncio.Event) -> None:
+        while data := await reader.read(65536):
+            await self._if_frozen()
+            if b"POST " in data:
+                carries.set()
+                if self.trouble is not None and self.after_bytes == 0:
+                    writer.write(data)
+                    await self._strike()
+                    return
+            writer.write(data)
+
+    async def _back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, carries: asyncio.Event) -> None:
+        passed = 0
+        while data := await reader.read(256):
+            await self._if_frozen()
+            if self.trouble is not None and carries.is_set() and passed + len(data) > self.after_bytes:
+                await self._strike()
+                return
+            passed += len(data)
+            writer.write(data)
+
+    async def _strike(self) -> None:
+        self.struck += 1
+        if self.trouble == "hang":
+            self._frozen.set()
+            await self._if_frozen()
+
+    async def _if_frozen(self) -> None:
+        if self._frozen.is_set():
+            await asyncio.Event().wait()

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from faults.harbour import OUTPUT_TOKENS, Harbour, Reply, black_hole, harbour, until
+from faults.table import Row, cases
 from homeport_engines.emulator import Emulator, Fault
 from homeport_engines.emulator.answers import free_text, seed_of
 from homeport_engines.emulator.prompt import chat
 
-PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 PROMPT = "Which harbour is this ship's home?"
 CHAT = "/v1/chat/*"
 FLEETS = {
@@ -33,44 +31,7 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table."""
-
-    fleet: str
-    who: str
-    what: str
-    when: str
-    whole: str
-    streamed: str
-
-    @property
-    def slow(self) -> bool:
-        """Rows that wait for a deadline; the fast tier runs few of them."""
-        return self.what in ("hangs", "swallows connections") and (self.fleet, self.who) != ("two engines", "home")
-
-
-def rows() -> list[Row]:
-    """The table of the page."""
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines[1:]]
-
-
-def cases() -> list[Any]:
-    """Rows, streamed and not; the fast tier runs every row in one of the two ways."""
-    found = []
-    for number, row in enumerate(rows()):
-        for stream in (False, True):
-            outcome, other = (row.streamed, row.whole) if stream else (row.whole, row.streamed)
-            if outcome == "-":
-                continue
-            name = f"{row.fleet}-{row.who} {row.what} {row.when}-{'streamed' if stream else 'whole'}"
-            later = row.slow or (other != "-" and stream == bool(number % 2))
-            found.append(pytest.param(row, stream, id=name, marks=[pytest.mark.long] * later))
-    return found
-
-
-@pytest.mark.parametrize(("row", "stream"), cases())
+@pytest.mark.parametrize(("row", "stream"), cases(*FLEETS))
 async def test_row(row: Row, stream: bool) -> None:
     settings = {"load_failure": "recompute" if row.fleet.endswith("recompute") else "fail", "lease_s": 1.0}
     async with harbour(FLEETS[row.fleet], **settings) as fleet:
