@@ -19,7 +19,7 @@ import msgspec
 
 from homeport_proxy.config import Config, ConfigError, Region
 from homeport_proxy.exchange import Exchange
-from homeport_proxy.probe import client_tls, request_headers
+from homeport_proxy.probe import client_tls, reason_of, request_headers
 from homeport_proxy.region import RegionView, choose
 
 log = logging.getLogger(__name__)
@@ -230,6 +230,13 @@ class Regions:
             except Exception:  # the watch must go on: a fault here would freeze what is known of every peer
                 log.exception("asking peers failed inside the proxy")
 
+    def _why(self, peer: Peer, error: Exception) -> str:
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return f"{peer.url} cannot be reached: {reason_of(error.os_error)}"
+        if isinstance(error, TimeoutError):
+            return f"{peer.url} does not answer within {self._config.health.timeout_s:g} s"
+        return str(error) or type(error).__name__
+
     async def _ask(self, peer: Peer) -> None:
         assert self._session is not None, "started"
         began_s = self._clock()
@@ -249,7 +256,7 @@ class Regions:
                 report = msgspec.json.decode(body, type=RegionReport)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, ConfigError) as error:
             refused = isinstance(error, aiohttp.ClientConnectorError)
-            peer.error = str(error) or type(error).__name__
+            peer.error = self._why(peer, error)
             self.failed(peer, refused=refused)
             return
         peer.recent_rtt_s.append(self._clock() - began_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ def request_headers(holder: Keyed, headers: Mapping[str, str]) -> dict[str, str]
     """The configured headers with the key as a bearer token."""
     key = holder.key()
     return dict(headers) if key is None else {**headers, "authorization": f"Bearer {key}"}
+
+
+def reason_of(error: OSError) -> str:
+    """Why a connection failed, in the system's words and without the address."""
+    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
 
 
 class Prober:
@@ -131,7 +137,7 @@ class Prober:
             raise ProbeError(f"{path} does not answer within {self.timeout_s:g} s") from None
         except aiohttp.ClientConnectorError as error:
             refused = isinstance(error.os_error, ConnectionRefusedError)
-            what = "refuses connections" if refused else f"cannot be reached: {error.os_error.strerror or error}"
+            what = "refuses connections" if refused else f"cannot be reached: {reason_of(error.os_error)}"
             raise ProbeError(what, refused=refused) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ProbeError(f"{path} failed: {type(error).__name__}: {error}") from None

@@ -16,6 +16,7 @@ from homeport_proxy.account import Summary
 from homeport_proxy.config import ConfigError
 from homeport_proxy.errors import ProxyError
 from homeport_proxy.observe import guard
+from homeport_proxy.observe.dashboard import page
 from homeport_proxy.observe.prometheus import CONTENT_TYPE
 from homeport_proxy.observe.status import backends, status
 from homeport_proxy.routing.views import Cost
@@ -221,7 +222,8 @@ class _Admin:
             refusal = self._refusal(request)
             if refusal is not None:
                 return refusal
-        return fault(404, "not_found", "No dashboard.")
+        body, headers = page()
+        return web.Response(body=body, headers=headers)
 
 
 def _readable(summary: Summary) -> Summary:
