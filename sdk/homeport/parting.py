@@ -418,19 +418,20 @@ _WINDOW_CHARS = 400
 def _detail(one: str, other: str) -> Detail | None:
     """What kind of volatile text two texts part in, if it is one."""
     at = common_chars(one, other)
-    kinds = [kind for text in (other, one) if (kind := _kind_at(text, at)) is not None]
-    return kinds[0] if kinds else None
-
-
-def _kind_at(text: str, at: int) -> Detail | None:
-    start = max(text.rfind("\n", 0, at) + 1, at - _WINDOW_CHARS)
-    end = text.find("\n", at)
-    line = text[start : min(len(text) if end < 0 else end, at + _WINDOW_CHARS)]
-    spot = at - start
-    for found in scan(line):
-        if found.start <= spot <= found.end:
+    lines = [_line_at(text, at) for text in (other, one)]
+    for line, spot in lines:
+        found = next((found for found in scan(line) if found.start <= spot <= found.end), None)
+        if found is not None:
             return found.kind
+    # a bare clock or number says little by itself: only where both have one it is what changed
     for pattern, kind in ((_CLOCK, VolatileKind.TIMESTAMP), (_NUMBER, VolatileKind.COUNTER)):
-        if any(match.start() <= spot <= match.end() for match in pattern.finditer(line)):
+        if all(any(match.start() <= spot <= match.end() for match in pattern.finditer(line)) for line, spot in lines):
             return kind
     return None
+
+
+def _line_at(text: str, at: int) -> tuple[str, int]:
+    """The line around a character, at most 400 characters to either side, and where in it the character is."""
+    start = max(text.rfind("\n", 0, at) + 1, at - _WINDOW_CHARS)
+    end = text.find("\n", at)
+    return text[start : min(len(text) if end < 0 else end, at + _WINDOW_CHARS)], at - start

@@ -535,7 +535,7 @@ conversations = st.builds(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(bodies | st.none(), bodies, json_values, json_values)
 def test_never_raises_for_any_json(before: Any, after: Any, reported: Any, diagnostics: Any) -> None:
     for found in explain(before, after, reported, diagnostics):
@@ -543,20 +543,20 @@ def test_never_raises_for_any_json(before: Any, after: Any, reported: Any, diagn
         json.dumps(found.to_dict())
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(bodies)
 def test_a_body_does_not_part_from_itself(body: Any) -> None:
     marks = json.dumps(body).count("cache_control")
     assert explain(body, copy.deepcopy(body)) == [] or marks > 4
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(conversations, st.lists(plain_messages, max_size=4))
 def test_a_continuation_is_no_break(body: Any, more: list[Any]) -> None:
     assert explain(body, {**body, "messages": [*body["messages"], *more]}) == []
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(conversations, conversations)
 def test_the_offset_is_where_the_prompts_part(before: Any, after: Any) -> None:
     for found in explain(before, after):
@@ -566,7 +566,7 @@ def test_the_offset_is_where_the_prompts_part(before: Any, after: Any) -> None:
         assert 0 < found.lost_tokens <= len(one)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(conversations, conversations)
 def test_pure(before: Any, after: Any) -> None:
     kept = copy.deepcopy((before, after))
@@ -577,7 +577,7 @@ def test_pure(before: Any, after: Any) -> None:
 KEY = b"k" * 32
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(conversations, conversations)
 def test_without_the_text_the_place_is_still_found(before: Any, after: Any) -> None:
     plain = explain(before, after)
