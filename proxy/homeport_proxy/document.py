@@ -17,11 +17,12 @@ _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 class Document(Mapping[str, JsonValue]):
     """The members of a body by name, each decoded once. Raises :class:`NotAnObjectError` for one that cannot be."""
 
-    __slots__ = ("_decoded", "raws")
+    __slots__ = ("_decoded", "_items", "raws")
 
     def __init__(self, raws: Mapping[str, msgspec.Raw]) -> None:
         self.raws = raws
         self._decoded: dict[str, JsonValue] = {}
+        self._items: dict[str, list[msgspec.Raw]] = {}
 
     def __getitem__(self, name: str) -> JsonValue:
         if name in self._decoded:
@@ -40,13 +41,16 @@ class Document(Mapping[str, JsonValue]):
 
     def items_of(self, name: str) -> list[msgspec.Raw] | None:
         """The undecoded items of a member that is a list; None when it is none."""
+        if name in self._items:
+            return self._items[name]
         raw = self.raws.get(name)
         if raw is None or bytes(memoryview(raw)[:1]) != b"[":
             return None
         try:
-            return _ITEMS.decode(raw)
+            items = self._items[name] = _ITEMS.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
+        return items
 
 
 def decoded(raw: msgspec.Raw) -> JsonValue:

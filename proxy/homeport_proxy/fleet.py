@@ -111,6 +111,11 @@ class Fleet:
             return [model.name for model in self.config.models]
         return sorted({name for member in self.members.values() for name in member.models or ()})
 
+    def may_serve(self, model: str) -> bool:
+        """Whether some backend serves the model, or has not said yet what it serves."""
+        members = self.members.values()
+        return not members or any(member.models is None or model in member.models for member in members)
+
     def max_model_len(self, model: str) -> int | None:
         """The longest context any backend offers for a model; None when no engine said."""
         known = [m.max_model_len for m in self.members.values() if m.max_model_len and model in (m.models or ())]

@@ -117,21 +117,21 @@ class Pipeline:
         return job
 
     def _resolve_model(self, exchange: Exchange, job: Job) -> str:
-        document = exchange.document or {}
-        asked = document.get("model")
-        fleet = self.control.fleet
+        """The engines' name for the model that is asked for. Raises ProxyError 404 when nobody serves it."""
+        asked = (exchange.document or {}).get("model")
+        config, fleet = self.control.config, self.control.fleet
         if not isinstance(asked, str) or not asked:
             known = fleet.models()
             if job.api.name in ("other", "tokenize") or len(known) == 1:
                 return known[0] if known else ""
             raise invalid_request("`model` is missing; name one of: " + ", ".join(known[:20]), "model")
-        model = self.control.config.model(asked)
+        if not config.models:
+            if not fleet.may_serve(asked):
+                raise model_not_found(asked, fleet.models())
+            return asked
+        model = config.model(asked)
         if model is None:
             raise model_not_found(asked, fleet.models())
-        known = fleet.models()
-        asked_all = all(member.models is not None for member in fleet.members.values())
-        if not self.control.config.models and asked_all and known and asked not in known:
-            raise model_not_found(asked, known)
         if model.name != asked:
             job.put["model"] = model.name
         return model.name
