@@ -171,21 +171,27 @@ def _unread(before: Prompt, now: Prompt, answer: _Answer) -> Finding | None:
         return None
     if answer.usage.cached_tokens is None:
         return Finding(Reason.NOT_REPORTED)
-    readable = intact if found is None else found.readable
-    missing = answer.tokens(readable, now) - answer.usage.cached_tokens
-    if not _is_miss(missing, answer.usage.cached_tokens, answer.tokens(readable, now)):
+    readable = answer.tokens(intact if found is None else found.readable, now)
+    next_best = None if found is None else answer.tokens(found.earlier, now)
+    if not _is_miss(answer.usage.cached_tokens, readable, next_best):
         return _uncovered(found.readable, intact, now, answer) if found is not None else None
-    return replace(_why_unread(before, now, answer, explicit), lost_tokens=missing)
+    return replace(_why_unread(before, now, answer, explicit), lost_tokens=readable - answer.usage.cached_tokens)
 
 
 _SMALLEST_BLOCK_TOKENS = 16
 _SLACK_TOKENS = 1024
+_EXPLICIT_SLACK_TOKENS = 128
 
 
-def _is_miss(missing: int, cached: int, readable: int) -> bool:
-    """Whether so many missing tokens are more than block sizes, estimates and a template's frames account for."""
+def _is_miss(cached: int, readable: int, next_best: int | None) -> bool:
+    """Whether less was read than block sizes, estimates and a template's frames account for.
+
+    ``next_best``: tokens up to the entry before the readable one, of a cache that reads whole entries only."""
+    missing = readable - cached
     if cached == 0:
         return missing >= _SMALLEST_BLOCK_TOKENS
+    if next_best is not None:
+        return missing > max(_EXPLICIT_SLACK_TOKENS, readable // 20) and cached < (next_best + readable) / 2
     return missing > max(_SLACK_TOKENS, readable // 4)
 
 

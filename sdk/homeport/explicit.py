@@ -123,11 +123,13 @@ class Reach:
     """What a request can read of what the one before wrote, in characters of the common prompt.
 
     ``written``: up to where the earlier request wrote; ``readable``: up to where this request's marks find it;
-    ``too_far``: the mark that would find the rest if it looked back further; ``ttl_s``: how long the entry lives.
+    ``earlier``: the entry before that, which is read when the readable one is gone (0: none); ``too_far``: the mark
+    that would find the rest if it looked back further; ``ttl_s``: how long the readable entry lives.
     """
 
     written: int
     readable: int
+    earlier: int
     too_far: Mark | None
     ttl_s: float
 
@@ -146,6 +148,7 @@ def reach(before: Prompt, after: Prompt) -> Reach | None:
     return Reach(
         written=before.end_of(furthest.pointer),
         readable=before.end_of(best.pointer) if best else 0,
+        earlier=before.end_of(readable[-2].pointer) if len(readable) > 1 else 0,
         too_far=too_far,
         ttl_s=(best or furthest).ttl_s,
     )
