@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from homeport_engines.registry import transfer_of
 from homeport_proxy import handoff, paths, peering, stored
 from homeport_proxy.api import of_path
 from homeport_proxy.api.base import ClientApi, is_internal
+from homeport_proxy.api.plain import OTHER
 from homeport_proxy.control import Control
 from homeport_proxy.document import Document
 from homeport_proxy.downstream import Downstream, RawResponse
@@ -100,7 +102,8 @@ class Pipeline:
 
     def _understand(self, exchange: Exchange, request: web.BaseRequest) -> Job:
         """The request in wire terms: which model, streamed or not, and what every engine's copy needs changed."""
-        api = of_path(exchange.path)
+        api = of_path(exchange.path) if exchange.method == "POST" else OTHER
+        exchange.api = api.name
         job = Job(
             api,
             exchange.method,
@@ -365,4 +368,5 @@ def _expected_output(document: Mapping[str, JsonValue]) -> int:
 def _cache_word(warm: bool, keep_s: float | None) -> str:
     if not warm:
         return "cold"
-    return "warm" if keep_s is None else f"warm; keep={max(0, round(keep_s))}"
+    known = keep_s is not None and math.isfinite(keep_s)
+    return f"warm; keep={max(0, round(keep_s or 0.0))}" if known else "warm"

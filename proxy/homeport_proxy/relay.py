@@ -138,6 +138,9 @@ class Relay:
                 return
         if not data or self.done:
             return
+        if not self.token_seen and not self._plan.api.generates:
+            self._leg.state = State.FIRST_TOKEN  # no tokens to wait for: from here on only silence counts
+            self._plan.on_first_token()
         if self._mode is Mode.STREAM:
             if self._must_wait():
                 self._early.append(data)
@@ -302,8 +305,9 @@ class Relay:
             self._learn_id(data)
             if plan.fix_usage:
                 fixed = plan.api.fix_usage(fixed, plan.cached())
-            if self._read_usage(fixed) and plan.hide_usage:
-                if not parse(fixed).get("choices"):
+            reported = self._read_usage(fixed)
+            if plan.hide_usage:
+                if reported and not parse(fixed).get("choices"):
                     return None
                 fixed = edit(fixed, {}, ("usage",))
         if holds_internal(fixed):
@@ -341,8 +345,6 @@ class Relay:
         head = self._head
         assert head is not None
         body = b"".join(self._parts)
-        if head.status < 400 and self._plan.api.generates:
-            self._first_token()
         if head.status < 400:
             try:
                 if self._plan.fix_usage:

@@ -298,3 +298,84 @@ async def test_uploads(kind: str) -> None:
         assert engine.seen[0].headers["content-length"] == str(len(body))
         assert "transfer-encoding" not in engine.seen[0].headers
     await engine.stop()
+
+
+async def test_usage_null_in_every_chunk_is_hidden_too() -> None:
+    async def openai_like(request: web.Request, seen: Seen) -> web.StreamResponse:
+        frames = [chunk("a", usage=None), chunk("b", usage=None), chunk(choices=[], usage=USAGE), b"data: [DONE]\n\n"]
+        return await stream(request, frames)
+
+    engine = await ScriptedEngine(openai_like).start()
+    async with proxy_for(backends(engine)) as (url, _), aiohttp.request("POST", url + PATH, json=STREAM) as reply:
+        text = await reply.text()
+        assert "usage" not in text
+        assert text.count("data: ") == 3
+    await engine.stop()
+
+
+async def test_stopping_lets_streams_finish() -> None:
+    go = asyncio.Event()
+
+    async def paused(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return await stream(request, [chunk("a"), chunk("b"), b"data: [DONE]\n\n"], pause=go)
+
+    engine = await ScriptedEngine(paused).start()
+    async with proxy_for(backends(engine)) as (url, proxy), aiohttp.ClientSession() as client:
+        async with client.post(url + PATH, json=STREAM) as reply:
+            stopping = asyncio.create_task(proxy.stop())
+            await eventually(lambda: proxy.control.stopping)
+            with pytest.raises(aiohttp.ClientError):
+                await client.post(url + PATH, json=STREAM)
+            go.set()
+            assert b"[DONE]" in await reply.read()
+        await stopping
+    await engine.stop()
+
+
+async def test_a_stream_of_an_unknown_kind_lasts_while_bytes_come() -> None:
+    async def dribble(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "application/octet-stream"})
+        await response.prepare(request)
+        for _ in range(12):
+            await response.write(b"x")
+            await asyncio.sleep(0.05)
+        return response
+
+    engine = await ScriptedEngine(dribble).start()
+    timeouts = {"first_token_s": 0.2, "idle_s": 0.2}
+    async with proxy_for(backends(engine, timeouts=timeouts)) as (url, proxy), aiohttp.ClientSession() as client:
+        async with client.get(f"{url}/v1/some/feed") as reply:
+            assert await reply.read() == b"x" * 12
+        async with client.options(url + PATH) as reply:
+            assert reply.status == 200
+        await eventually(lambda: idle(proxy))
+    await engine.stop()
+
+
+async def test_many_open_streams_leave_nothing_behind() -> None:
+    go = asyncio.Event()
+
+    async def paused(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return await stream(request, [chunk("a"), b"data: [DONE]\n\n"], pause=go)
+
+    engine = await ScriptedEngine(paused).start()
+    async with proxy_for(backends(engine)) as (url, proxy):
+        tasks = len(asyncio.all_tasks())
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as client:
+
+            async def one(number: int) -> bytes:
+                async with client.post(url + PATH, json=STREAM | {"user": str(number)}) as reply:
+                    return await reply.read()
+
+            asked = [asyncio.create_task(one(number)) for number in range(150)]
+            await eventually(lambda: engine.open == 150, 30)
+            for task in asked[:75]:
+                task.cancel()
+            await eventually(lambda: engine.open == 75, 10)
+            go.set()
+            done = await asyncio.gather(*asked, return_exceptions=True)
+            assert sum(isinstance(answer, bytes) and b"[DONE]" in answer for answer in done) == 75
+        await eventually(lambda: idle(proxy))
+        await eventually(lambda: len(asyncio.all_tasks()) <= tasks + 3)
+    await engine.stop()
