@@ -64,7 +64,7 @@ Engine = Emulator | ScriptedEngine
 
 
 def emulators(script: Sequence[Any], count: int = 2) -> list[Engine]:
-    """Emulated engines that play these rules."""
+    """Fast emulated engines that play these rules."""
     settings = EmulatorSettings(model="demo-model", time_scale=50.0, kv_blocks=65536)
     rules = parse_rules(list(script))
     return [Emulator(settings, rules) for _ in range(count)]

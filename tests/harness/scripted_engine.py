@@ -20,13 +20,15 @@ from aiohttp import web
 
 BLOCK_CHARS = 64
 """Characters per cached block; four characters count as one token."""
+BRIEF_WORDS = 2000
+"""Words of a brief: about 3,300 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One answer of the model: a shell command, sub-agents with scripts of their own, waiting for them, or text."""
+    """One answer of the model: a shell command, sub-agents with scripts of their own, or text."""
 
-    kind: Literal["shell", "agents", "wait", "say"]
+    kind: Literal["shell", "agents", "briefed", "say"]
     text: str = ""
 
 
@@ -40,9 +42,9 @@ def agents(*scripts: str) -> Step:
     return Step("agents", " ".join(scripts))
 
 
-def wait() -> Step:
-    """Wait for every sub-agent, where a harness has a tool for that and does not wait by itself."""
-    return Step("wait")
+def briefed(*scripts: str) -> Step:
+    """The same, each with a long task of its own: work that cannot be shared."""
+    return Step("briefed", " ".join(scripts))
 
 
 def say(text: str) -> Step:
@@ -56,7 +58,7 @@ SCRIPTS: dict[str, tuple[Step, ...]] = {
     "long": (*(shell(f"seq 1 {120 + n}") for n in range(6)), say("Counted.")),
     "child": (shell("echo child"), shell("echo child again"), say("The child is done.")),
     "family": (agents("child"), shell("echo parent"), say("The family is done.")),
-    "crew": (agents(*["child"] * 8), wait(), shell("echo parent"), say("All eight are done.")),
+    "crew": (briefed(*["child"] * 8), shell("echo parent"), say("All eight are done.")),
     "hello": (say("Hello."),),
 }
 
@@ -189,17 +191,19 @@ def _calls(step: Step, body: Mapping[str, Any]) -> list[Call]:
     for tool in body.get("tools") or []:
         inner = tool.get("tools") if tool.get("type") == "namespace" else None
         groups.update({tool_name(one): (tool["name"] if inner else "", one) for one in inner or [tool]})
-    known = {"shell": _SHELLS, "agents": _AGENTS, "wait": ("wait_agent",)}[step.kind]
+    known = _SHELLS if step.kind == "shell" else _AGENTS
     name = next(name for name in known if name in groups)
     group, spec = groups[name]
-    if step.kind == "wait":
-        outputs = " ".join(str(item.get("output")) for item in body["input"])
-        ids = re.findall(r'"agent_id":\s*"([^"]+)"', outputs)
-        return [Call(name, {"targets": [ident], "timeout_ms": 120_000}, group) for ident in ids]
     function = spec.get("function") or spec
     schema = function.get("parameters") or function.get("input_schema") or {}
     texts = [step.text] if step.kind == "shell" else step.text.split()
-    return [Call(name, _arguments(schema, text, n), group) for n, text in enumerate(texts)]
+    if step.kind == "briefed":
+        texts = [f"{text}\n" + " ".join(f"{n}-{word}" for word in range(BRIEF_WORDS)) for n, text in enumerate(texts)]
+    calls = [Call(name, _arguments(schema, text, n), group) for n, text in enumerate(texts)]
+    if group:
+        # Codex does not wait for its sub-agents: give it something to wait for
+        calls.append(Call("exec_command", {"cmd": "sleep 25", "yield_time_ms": 30_000}))
+    return calls
 
 
 def _arguments(schema: Mapping[str, Any], text: str, ordinal: int) -> dict[str, Any]:
@@ -221,12 +225,17 @@ def _arguments(schema: Mapping[str, Any], text: str, ordinal: int) -> dict[str, 
 
 
 class ScriptedEngine:
-    """The server; use as an async context manager. `seen` is the list of requests, oldest first."""
+    """The server; use as an async context manager. `seen` is the list of requests, oldest first.
 
-    def __init__(self, *, headers: Mapping[str, str] | None = None, delay_s: float = 0.0) -> None:
+    ``headers`` are put on every answer. With ``tokens_per_s`` prompts are computed one after the other at that rate,
+    what is cached for nothing; without it nothing takes time.
+    """
+
+    def __init__(self, *, headers: Mapping[str, str] | None = None, tokens_per_s: float | None = None) -> None:
         self.seen: list[Seen] = []
         self.headers = dict(headers or {})
-        self.delay_s = delay_s
+        self._tokens_per_s = tokens_per_s
+        self._prefill = asyncio.Lock()
         self._cached: set[str] = set()
         self._ids = count(1)
         self._runner: web.AppRunner | None = None
@@ -271,10 +280,11 @@ class ScriptedEngine:
         seen = Seen(
             request.path, {k.lower(): v for k, v in request.headers.items()}, body, raw, prompt, len(prompt) // 4, 0
         )
-        seen.cached_tokens = self._book(prompt)
         self.seen.append(seen)
-        if self.delay_s:
-            await asyncio.sleep(self.delay_s)
+        async with self._prefill:
+            seen.cached_tokens = self._book(prompt)
+            if self._tokens_per_s:
+                await asyncio.sleep((seen.prompt_tokens - seen.cached_tokens) / self._tokens_per_s)
         step = next_step(body)
         calls = _calls(step, body)
         reply = {"chat/completions": _chat, "responses": _responses, "messages": _messages}[request.match_info["api"]]
