@@ -166,7 +166,7 @@ _CHANGES = st.lists(
 
 
 @given(_CHANGES, st.integers(0, 30), st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_never_exact_and_wrong(changes: list[tuple[str, int, int, str]], kept: int, answers: bool) -> None:
     """Dropped, doubled, delayed and repeated batches, restarts, a replay buffer that is too short or silent."""
     index, engine = ExactIndex(), Engine()

@@ -30,6 +30,7 @@ class PrefillRates:
     def __init__(self, prior: Rates) -> None:
         self.rates = prior
         self.observed = 0
+        self._virgin = True
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._reset()
 
@@ -86,13 +87,14 @@ class PrefillRates:
         )
 
     def _rescaled(self) -> bool:
-        if len(self._recent) < 3:
+        if len(self._recent) < (1 if self._virgin else 3):
             return False
         off = median(self._recent)
         if abs(off) <= _RESCALE:
             return False
         self.rates = replace(self.rates, tokens_per_s=self.rates.tokens_per_s * math.exp(-off))
         self._recent.clear()
+        self._virgin = False
         self._reset()
         return True
 
@@ -138,6 +140,7 @@ class Confidence:
     def __init__(self) -> None:
         self._by_api: dict[str, float] = {}
         self.observed = 0
+        self._virgin = True
 
     def of(self, api: str) -> float:
         """Confidence for prompts of one API, 0..1; 1 before anything was seen."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from homeport_proxy.routing.views import PlaceView, Rates, RoutingSettings
@@ -40,12 +41,12 @@ def shadow_factor(settings: RoutingSettings, rho: float) -> float:
     return settings.k0 + settings.k1 * load / (1.0 - load)
 
 
-def queue_wait_s(
-    queued: Sequence[tuple[float, float]], own_prefill_s: float, now_s: float, settings: RoutingSettings
-) -> float:
-    """Predicted prefill (s) of the held requests that go before one of ``own_prefill_s`` arriving now."""
-    weight = settings.age_weight
-    return sum(work for work, since in queued if work - weight * (now_s - since) <= own_prefill_s)
+def queue_wait_s(place: PlaceView, own_prefill_s: float, now_s: float, settings: RoutingSettings) -> float:
+    """Predicted prefill (s) of the requests held for ``place`` that go before one of ``own_prefill_s`` arriving now."""
+    ranks = place.queued_ranks
+    return (
+        sum(place.queued_works_s[: bisect_right(ranks, own_prefill_s + settings.age_weight * now_s)]) if ranks else 0.0
+    )
 
 
 def decode_slowdown_s(place: PlaceView, prompt_tokens: int, output_tokens: int) -> float:

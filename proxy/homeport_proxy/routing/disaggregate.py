@@ -70,7 +70,7 @@ def best_prefill(
     for place in places:
         cached = place.expected_cached_tokens
         work_s = tiered_prefill_s(place.rates, request.prompt_tokens, cached, place.host_tokens)
-        wait_s = place.wait_s + queue_wait_s(place.queued, work_s, now_s, settings)
+        wait_s = place.wait_s + queue_wait_s(place, work_s, now_s, settings)
         plans.append((place, wait_s, work_s, cached))
     least_s = min(plan[2] for plan in plans)
 
@@ -86,9 +86,9 @@ def best_prefill(
 def _own(request: RequestView, decode: PlaceView, now_s: float, settings: RoutingSettings, why: str) -> PrefillPlan:
     cached = decode.expected_cached_tokens
     work_s = tiered_prefill_s(decode.rates, request.prompt_tokens, cached, decode.host_tokens)
-    wait_s = decode.wait_s + queue_wait_s(decode.queued, work_s, now_s, settings)
+    wait_s = decode.wait_s + queue_wait_s(decode, work_s, now_s, settings)
     return PrefillPlan(None, wait_s, work_s, 0.0, decode.rho, cached, why)
 
 
 def _backlog_s(place: PlaceView) -> float:
-    return place.wait_s + sum(work_s for work_s, _ in place.queued)
+    return place.wait_s + sum(place.queued_works_s)

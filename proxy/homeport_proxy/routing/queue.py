@@ -1,16 +1,28 @@
-"""Late binding: requests held in a virtual queue per place, fair between tenants, then shortest prefill first."""
+"""Late binding: requests held in a virtual queue per place, fair between tenants, then shortest prefill first.
+
+The order inside a share is ``work - age_weight * age``. As ``age = now - since``, it is the order of
+``work + age_weight * since``, which never changes: every queue is kept sorted by it.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from operator import attrgetter
 
 from homeport_proxy.routing.views import Decision, RoutingSettings, Ticket
 
+_QUANTUM_S = 0.25
+"""Prefill seconds by which shares may differ before a turn is due: inside it the shortest goes first."""
+
+_MAX_USERS = 10_000
+
 
 class Held:
-    """A request in a queue: the decision it waits for, predicted prefill there (s), and since when."""
+    """A request in a queue: the decision it waits for, predicted prefill there (s), since when, and its sort key."""
 
-    __slots__ = ("decision", "place", "since_s", "ticket", "work_s")
+    __slots__ = ("decision", "out", "place", "rank", "since_s", "ticket", "work_s")
 
     def __init__(self, ticket: Ticket, decision: Decision, place: str, work_s: float, since_s: float) -> None:
         self.ticket = ticket
@@ -18,40 +30,90 @@ class Held:
         self.place = place
         self.work_s = work_s
         self.since_s = since_s
+        self.rank = 0.0
+        self.out = False
+
+
+_rank = attrgetter("rank")
 
 
 class Shares:
     """Weighted fair shares of predicted prefill seconds, between tenants and then between a tenant's users.
 
     Start-time fair queueing on two levels: whoever has received least per weight goes next; a newcomer starts at the
-    level of those now waiting, so that idleness earns no credit.
+    level of those being served, so that idleness earns no credit.
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, float] = {}
         self._users: dict[tuple[str, str], float] = {}
         self._floor = 0.0
+        self._user_floor: dict[str, float] = {}
 
-    def order(self, held: Held) -> tuple[float, float]:
-        """Sort key of a held request: (its tenant's level, its user's level)."""
-        request = held.ticket.request
-        tenant = max(self._tenants.get(request.tenant, 0.0), self._floor)
-        return tenant, self._users.get((request.tenant, request.user), 0.0)
+    def level(self, tenant: str, user: str) -> tuple[int, int]:
+        """What the tenant and its user have received, in quanta; the lower goes first."""
+        received = max(self._tenants.get(tenant, 0.0), self._floor)
+        own = max(self._users.get((tenant, user), 0.0), self._user_floor.get(tenant, 0.0))
+        return int(received / _QUANTUM_S), int(own / _QUANTUM_S)
 
     def charge(self, held: Held) -> None:
         """``held`` goes to its engine: its tenant and user have received its prefill seconds."""
         request = held.ticket.request
-        level = max(self._tenants.get(request.tenant, 0.0), self._floor)
-        self._floor = level
-        self._tenants[request.tenant] = level + held.work_s / max(request.tenant_weight, 1e-6)
+        received = max(self._tenants.get(request.tenant, 0.0), self._floor)
+        self._floor = received
+        self._tenants[request.tenant] = received + held.work_s / max(request.tenant_weight, 1e-6)
         key = (request.tenant, request.user)
-        self._users[key] = self._users.get(key, 0.0) + held.work_s
+        own = max(self._users.get(key, 0.0), self._user_floor.get(request.tenant, 0.0))
+        self._user_floor[request.tenant] = own
+        if len(self._users) < _MAX_USERS or key in self._users:
+            self._users[key] = own + held.work_s
 
     def settle(self) -> None:
         """Nobody waits: forget the past."""
         self._tenants.clear()
         self._users.clear()
+        self._user_floor.clear()
         self._floor = 0.0
+
+
+class _Queue:
+    """The requests held for one place: by share, and all together in the order of their ranks."""
+
+    __slots__ = ("by_share", "oldest", "ranks", "works")
+
+    def __init__(self) -> None:
+        self.by_share: dict[tuple[str, str], list[Held]] = {}
+        self.ranks: list[float] = []
+        self.works: list[float] = []
+        self.oldest: list[tuple[float, int, Held]] = []
+
+    def add(self, held: Held) -> None:
+        request = held.ticket.request
+        insort(self.by_share.setdefault((request.tenant, request.user), []), held, key=_rank)
+        position = bisect_right(self.ranks, held.rank)
+        self.ranks.insert(position, held.rank)
+        self.works.insert(position, held.work_s)
+        heappush(self.oldest, (held.since_s, id(held), held))
+
+    def remove(self, held: Held) -> None:
+        request = held.ticket.request
+        share = self.by_share[(request.tenant, request.user)]
+        position = bisect_left(share, held.rank, key=_rank)
+        while share[position] is not held:
+            position += 1
+        del share[position]
+        if not share:
+            del self.by_share[(request.tenant, request.user)]
+        position = bisect_left(self.ranks, held.rank)
+        while self.works[position] != held.work_s:
+            position += 1
+        del self.ranks[position], self.works[position]
+        held.out = True
+
+    def longest_waiting(self) -> Held:
+        while self.oldest[0][2].out:
+            heappop(self.oldest)
+        return self.oldest[0][2]
 
 
 class VirtualQueues:
@@ -59,7 +121,7 @@ class VirtualQueues:
 
     def __init__(self, settings: RoutingSettings) -> None:
         self._settings = settings
-        self._queues: dict[str, list[Held]] = {}
+        self._queues: dict[str, _Queue] = {}
         self._shares = Shares()
         self._count = 0
 
@@ -70,28 +132,36 @@ class VirtualQueues:
         """Places that something waits for."""
         return self._queues.keys()
 
-    def at(self, place: str) -> list[Held]:
-        """The requests held for ``place`` (unordered)."""
-        return self._queues.get(place, [])
+    def count(self, place: str) -> int:
+        """How many requests are held for ``place``."""
+        queue = self._queues.get(place)
+        return len(queue.ranks) if queue is not None else 0
 
-    def work(self, place: str) -> tuple[tuple[float, float], ...]:
-        """(predicted prefill s, since) of the requests held for ``place``."""
-        held = self._queues.get(place)
-        return tuple((entry.work_s, entry.since_s) for entry in held) if held else ()
+    def at(self, place: str) -> list[Held]:
+        """The requests held for ``place``."""
+        queue = self._queues.get(place)
+        return [held for share in queue.by_share.values() for held in share] if queue is not None else []
+
+    def ranks_and_works(self, place: str) -> tuple[list[float], list[float]]:
+        """Sort keys and predicted prefill (s) of what is held for ``place``, in order; not to be changed."""
+        queue = self._queues.get(place)
+        return (queue.ranks, queue.works) if queue is not None else (_NOTHING, _NOTHING)
 
     def push(self, held: Held) -> None:
         """Hold a request."""
-        self._queues.setdefault(held.place, []).append(held)
+        held.out = False
+        held.rank = held.work_s + self._settings.age_weight * held.since_s
+        self._queues.setdefault(held.place, _Queue()).add(held)
         self._count += 1
 
     def remove(self, held: Held) -> None:
         """Take a request out without serving it."""
         queue = self._queues.get(held.place)
-        if queue is None or held not in queue:
+        if queue is None or held.out:
             return
         queue.remove(held)
         self._count -= 1
-        if not queue:
+        if not queue.ranks:
             del self._queues[held.place]
         if not self._count:
             self._shares.settle()
@@ -104,28 +174,29 @@ class VirtualQueues:
     def first(self, place: str, now_s: float) -> Held | None:
         """Who goes next at ``place``: the starved, else the fair share's turn, inside it the shortest prefill."""
         queue = self._queues.get(place)
-        if not queue:
+        if queue is None:
             return None
-        if len(queue) == 1:
-            return queue[0]
-        oldest = min(queue, key=lambda held: held.since_s)
+        oldest = queue.longest_waiting()
         if now_s - oldest.since_s > self._settings.starve_after_s:
             return oldest
-        weight = self._settings.age_weight
-        order = self._shares.order
-        return min(queue, key=lambda held: (*order(held), held.work_s - weight * (now_s - held.since_s)))
+        if len(queue.by_share) == 1:
+            return next(iter(queue.by_share.values()))[0]
+        level = self._shares.level
+        return min(
+            ((level(*share), waiting[0].rank, waiting[0]) for share, waiting in queue.by_share.items()),
+            key=lambda entry: entry[:2],
+        )[2]
 
-    def ahead_s(self, held: Held, now_s: float) -> float:
+    def ahead_s(self, held: Held) -> float:
         """Predicted prefill (s) of those that go before ``held`` at its place."""
-        weight = self._settings.age_weight
-        own = held.work_s - weight * (now_s - held.since_s)
-        return sum(
-            other.work_s
-            for other in self._queues[held.place]
-            if other is not held and other.work_s - weight * (now_s - other.since_s) <= own
-        )
+        queue = self._queues[held.place]
+        return sum(queue.works[: bisect_left(queue.ranks, held.rank)])
 
-    def all(self) -> Iterator[Held]:
-        """Every held request."""
+    def movable(self, each: int = 4) -> Iterator[Held]:
+        """Of every share in every queue, the first few and the last few: who may gain by going elsewhere."""
         for queue in list(self._queues.values()):
-            yield from list(queue)
+            for share in list(queue.by_share.values()):
+                yield from (share[:each] + share[-each:] if len(share) > 2 * each else list(share))
+
+
+_NOTHING: list[float] = []

@@ -160,7 +160,7 @@ class Router:
             ticket.held_reason = "overload: new sessions wait until running ones need less cache"
             self._guarded.append(ticket)
             return ticket
-        self._enter(ticket, flight, decision, now_s)
+        self._enter(ticket, flight, decision, now_s, now_s)
         return ticket
 
     def due(self, now_s: float) -> list[Ticket]:
@@ -247,6 +247,10 @@ class Router:
             return
         ticket.first_token_s = now_s
         flight.end_prefill(self._index, now_s, ran=True)
+        if flight.host is not None and flight.prefiller is not flight.host:
+            # only now is the prompt's KV known to lie at the decode engine as well
+            self._index.sent(flight.host.spec.name, ticket.request, flight.key)
+            self._index.settled(flight.host.spec.name, flight.key)
 
     def finished(
         self,
@@ -339,7 +343,7 @@ class Router:
             if not place.serves(request.model, request.adapter, request.prompt_tokens):
                 continue
             view = place.refresh(now_s)
-            view.queued = queues.work(name)
+            view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name)
             view.cached_tokens = index.cached_tokens(name, request)
             view.host_tokens = index.host_tokens(name, request)
             view.confidence = place.confidence.of(request.api)
@@ -368,7 +372,7 @@ class Router:
             self._log(recorded(request, views, now_s, seed, self.settings, decision, refused, homeless, shadows))
         return decision
 
-    def _enter(self, ticket: Ticket, flight: Flight, decision: Decision, now_s: float) -> Held | None:
+    def _enter(self, ticket: Ticket, flight: Flight, decision: Decision, now_s: float, since_s: float) -> Held | None:
         """Into the queue of the place that will prefill, or (without late binding) straight through."""
         worker = self._places[decision.prefill_place or decision.place]
         request = ticket.request
@@ -378,7 +382,7 @@ class Router:
             self._bind(ticket, flight, decision, now_s)
             self._ready.append(ticket)
             return None
-        held = flight.held = Held(ticket, decision, worker.spec.name, work_s, now_s)
+        held = flight.held = Held(ticket, decision, worker.spec.name, work_s, since_s)
         self._queues.push(held)
         return held
 
@@ -416,12 +420,12 @@ class Router:
         rho = cluster_rho([place.refresh(now_s) for place in self._places.values() if place.spec.role != "decode"])
         k = shadow_factor(self.settings, rho)
         decided: list[Ticket] = []
-        for held in self._queues.all():
+        for held in list(self._queues.movable()):
             costs = held.decision.costs
             own = costs.get(held.decision.place)
             if own is None or held.place != held.decision.place:
                 continue
-            wait_s = self._places[held.place].load.prefill_left_s(now_s) + self._queues.ahead_s(held, now_s)
+            wait_s = self._places[held.place].load.prefill_left_s(now_s) + self._queues.ahead_s(held)
             for name in idle:
                 other = costs.get(name)
                 if other is None:
@@ -444,11 +448,8 @@ class Router:
         except NoPlaceError as error:
             ticket.refused = str(error)
             return [ticket]
-        held = self._enter(ticket, flight, decision, now_s)
-        if held is None:
-            return []  # late binding is off: it stands among the ready ones
-        held.since_s = since_s
-        return self._serve(held.place, now_s)
+        held = self._enter(ticket, flight, decision, now_s, since_s)
+        return self._serve(held.place, now_s) if held is not None else []
 
     def _bind(self, ticket: Ticket, flight: Flight, decision: Decision, now_s: float) -> None:
         """Take the load of a decision, before anything is sent."""
@@ -459,8 +460,6 @@ class Router:
         cached = flight.begin_prefill(prefiller, index, now_s)
         if flight.sight is None:
             flight.sight = sight(flight, index, self._places, now_s, self._sessions.ttl_s(session))
-        if prefiller is not host:
-            index.sent(host.spec.name, request, flight.key)
         ticket.decision = replace(
             decision,
             expected_cached_tokens=cached,
@@ -494,8 +493,6 @@ class Router:
         if ticket in self._guarded:
             self._guarded.remove(ticket)
         flight.release(self._index, now_s)
-        if flight.host is not None:
-            self._index.settled(flight.host.spec.name, flight.key)
         self._sessions.release(flight.session, now_s, renew=ticket.request.kind != "side")
         if ticket.request.final:
             self._sessions.finish(flight.session.name)

@@ -57,7 +57,7 @@ def _place(name: str, place: Place, sessions: SessionTable, queues: VirtualQueue
         role=place.spec.role,
         state=place.state,
         requests=place.load.requests,
-        queued=len(queues.at(name)),
+        queued=queues.count(name),
         prefill_tokens=place.load.prefill_tokens,
         decode_tokens=place.load.decode_tokens,
         sessions=sessions.at_home.get(name, 0),

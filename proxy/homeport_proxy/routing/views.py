@@ -170,10 +170,10 @@ class RoutingSettings:
 class PlaceView:
     """One place as a decision sees it: a snapshot, read and never written by a policy.
 
-    ``wait_s``: predicted prefill left on the engine. ``queued``: (predicted prefill in s, waiting since) of requests
-    held for it. ``rho``: offered prefill work per second, averaged over the load window. ``cached_tokens``: what the
-    index expects the engine to find of this very prompt; None when it knows nothing. ``down_s`` counts since the
-    place went down.
+    ``wait_s``: predicted prefill left on the engine. ``queued_works_s``: predicted prefill of the requests held for it,
+    in the order of ``queued_ranks`` (``work + age_weight * since``). ``rho``: offered prefill work per second, averaged
+    over the load window. ``cached_tokens``: what the index expects the engine to find of this very prompt; None when it
+    knows nothing. ``down_s`` counts since the place went down.
     """
 
     name: str
@@ -186,7 +186,8 @@ class PlaceView:
     kv_transfer: bool = False
     kv_capacity_tokens: int | None = None
     wait_s: float = 0.0
-    queued: Sequence[tuple[float, float]] = ()
+    queued_ranks: Sequence[float] = ()
+    queued_works_s: Sequence[float] = ()
     rho: float = 0.0
     requests: int = 0
     waiting: int = 0
@@ -211,7 +212,9 @@ class PlaceView:
 
     def copy(self) -> PlaceView:
         """A snapshot that later changes do not reach."""
-        return PlaceView(*[getattr(self, name) for name in _PLACE_FIELDS])
+        view = PlaceView(*[getattr(self, name) for name in _PLACE_FIELDS])
+        view.queued_ranks, view.queued_works_s = tuple(self.queued_ranks), tuple(self.queued_works_s)
+        return view
 
 
 _PLACE_FIELDS = tuple(item.name for item in fields(PlaceView))

@@ -42,6 +42,8 @@ class SimEngine:
     running: Job | None = None
     sequences: int = 0
     context_tokens: int = 0
+    busy_s: float = 0.0
+    """Time spent in prefill since the start."""
     _prefills: deque[tuple[float, float, float]] = field(default_factory=deque)
 
     def start_prefill(self, now_s: float) -> float | None:
@@ -55,6 +57,7 @@ class SimEngine:
         work_s = prefill_s(self.rates, uncached, cached)
         if self.noise:
             work_s *= 1 + self.noise * self.rng.uniform(-1, 1)
+        self.busy_s += work_s
         chunks = -(-uncached // self.chunk_tokens)
         self._prefills.append((now_s, now_s + work_s, work_s / chunks))
         return now_s + work_s

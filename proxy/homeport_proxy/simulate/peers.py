@@ -90,8 +90,7 @@ class LlmDLatency:
 def predicted_ttft_s(place: PlaceView, request: RequestView) -> float:
     """Prefill left, held work and own prefill, seconds."""
     cached = place.cached_tokens or 0
-    held_s = sum(work_s for work_s, _ in place.queued)
-    return place.wait_s + held_s + prefill_s(place.rates, request.prompt_tokens - cached, cached)
+    return place.wait_s + sum(place.queued_works_s) + prefill_s(place.rates, request.prompt_tokens - cached, cached)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -60,6 +61,7 @@ class Simulation:
         rule: Policy | None = None,
         queue_for_peers: bool = False,
         failures: Sequence[Failure] = (),
+        whole: bool = False,
     ) -> None:
         self.workload = workload
         self.cluster = cluster
@@ -75,6 +77,7 @@ class Simulation:
         self._jobs: dict[Ticket, Job] = {}
         self._requests = 0
         self._measuring = 0
+        self._whole = whole
         for failure in failures:
             self._plan(failure)
 
@@ -107,7 +110,7 @@ class Simulation:
         """Play everything."""
         span_s = self._start()
         start, end = self.cluster.window
-        self.samples.window_s = (start * span_s, end * span_s)
+        self.samples.window_s = (0.0, math.inf) if self._whole else (start * span_s, end * span_s)
         while self._events:
             self.now_s, _, action = heapq.heappop(self._events)
             if self.now_s > self.samples.window_s[1] and not self._measuring:

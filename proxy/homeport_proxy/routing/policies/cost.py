@@ -56,7 +56,7 @@ def choose(
             parts.append((place, plan.wait_s, plan.work_s, plan.transfer_s, plan.rho, plan.cached_tokens))
             continue
         work_s = tiered_prefill_s(place.rates, prompt, cached, place.host_tokens)
-        wait_s = place.wait_s + queue_wait_s(place.queued, work_s, now_s, settings) if place.queued else place.wait_s
+        wait_s = place.wait_s + queue_wait_s(place, work_s, now_s, settings)
         parts.append((place, wait_s, work_s, 0.0, place.rho, cached))
     least_s = min(work_s for _, _, work_s, _, _, _ in parts)
 

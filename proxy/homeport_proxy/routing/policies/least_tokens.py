@@ -20,8 +20,7 @@ from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
 
 def load_s(place: PlaceView) -> float:
     """Tokens in flight and held work of a place, as seconds of its prefill."""
-    held_s = sum(work_s for work_s, _ in place.queued)
-    return (place.prefill_tokens + place.decode_tokens) / place.rates.tokens_per_s + held_s
+    return (place.prefill_tokens + place.decode_tokens) / place.rates.tokens_per_s + sum(place.queued_works_s)
 
 
 def choose(
