@@ -100,35 +100,37 @@ def _lay_out(plan: Overlay, folder: Path) -> None:
 
 def _child(plan: Overlay) -> int:
     environment = {**os.environ, **plan.environment}
-    try:
-        # the same process group and terminal: Ctrl-C reaches the harness by itself, a TUI works as without us
-        child = subprocess.Popen(plan.command, env=environment)
-    except FileNotFoundError:
-        raise CommandError(f"there is no program {plan.command[0]!r}; is it installed and on the PATH?") from None
-    except OSError as error:
-        raise CommandError(f"cannot run {plan.command[0]!r}: {error.strerror}") from None
-    with _signals_to(child):
-        status = child.wait()
+    children: list[subprocess.Popen[bytes]] = []
+    with _signals_to(children):
+        try:
+            # the same process group and terminal: Ctrl-C reaches the harness by itself, a TUI works as without us
+            children.append(subprocess.Popen(plan.command, env=environment))
+        except FileNotFoundError:
+            raise CommandError(f"there is no program {plan.command[0]!r}; is it installed and on the PATH?") from None
+        except OSError as error:
+            raise CommandError(f"cannot run {plan.command[0]!r}: {error.strerror}") from None
+        status = children[0].wait()
     return status if status >= 0 else 128 - status
 
 
 @contextmanager
-def _signals_to(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Until the child ends, signals are its business: Ctrl-C it has already got, others are handed on."""
+def _signals_to(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Signals are the child's business: Ctrl-C it gets from the terminal, others are handed on."""
 
     def forward(number: int, _: FrameType | None) -> None:
-        child.send_signal(number)
+        for child in children:
+            child.send_signal(number)
 
-    before: dict[signal.Signals, signal.Handlers | int | object | None] = {
-        number: signal.signal(number, forward) for number in _FORWARDED
-    }
-    for number in (signal.SIGINT, signal.SIGQUIT):
-        before[number] = signal.signal(number, lambda *_: None)
+    def ignore(_: int, __: FrameType | None) -> None:
+        """Not SIG_IGN, which a child would inherit."""
+
+    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    before |= {number: signal.signal(number, ignore) for number in (signal.SIGINT, signal.SIGQUIT)}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _report(target: Target, began_s: float, *, as_json: bool) -> None:
