@@ -27,6 +27,12 @@ Api = Literal["chat", "completions", "responses", "messages"]
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
+_xxh3: Callable[[bytes], bytes] | None
+try:
+    from xxhash import xxh3_128_digest as _xxh3
+except ImportError:  # pragma: no cover - depends on the installation
+    _xxh3 = None
+
 DIGEST_BYTES = 16
 _START = bytes(DIGEST_BYTES)
 _HEAD_KINDS = frozenset({"tool", "system", "params"})
@@ -67,16 +73,11 @@ class Identity:
 
 
 _Runs: TypeAlias = "list[tuple[str, str]]"
-"""(pointer, text) in order."""
+"""(pointer below the part's own, text) in order: whole pointers are put together only where somebody reads them."""
 
-
-class _Source(NamedTuple):
-    """A part of the body that becomes one segment, not yet rendered."""
-
-    kind: str
-    pointer: str
-    value: JsonValue
-    runs: Callable[[JsonValue, str, bool], _Runs]
+_Source: TypeAlias = "tuple[str, str, JsonValue, Callable[[JsonValue, bool], _Runs]]"
+"""A part of the body that becomes one segment, not yet rendered: kind, pointer, value, and what renders it. Plain
+tuples: a long history has hundreds, on every request."""
 
 
 def resolve(family: str, api: Api, body: Mapping[str, JsonValue]) -> Family:
@@ -89,9 +90,9 @@ def resolve(family: str, api: Api, body: Mapping[str, JsonValue]) -> Family:
 
 def render(api: Api, body: Mapping[str, JsonValue], family: str = "default", *, ids: bool = True) -> Iterator[Piece]:
     """The canonical prompt text, in the order the model sees it. ``ids``: with tool-call ids."""
-    for source in _sources(api, body, resolve(family, api, body)):
-        for pointer, text in source.runs(source.value, source.pointer, ids):
-            yield Piece(source.kind, pointer, text)
+    for kind, pointer, value, runs in _sources(api, body, resolve(family, api, body)):
+        for below, text in runs(value, ids):
+            yield Piece(kind, pointer + below, text)
 
 
 def segments(api: Api, body: Mapping[str, JsonValue], family: str = "default", *, ids: bool = True) -> list[Segment]:
@@ -127,13 +128,13 @@ def identity(
     head = chained = _START
     chain: list[bytes] = []
     for source in _sources(api, body, resolve(family, api, body)):
-        if source.kind == "tool" and not tools:
+        if source[0] == "tool" and not tools:
             continue
         text = _text(source, False)
-        if mask is not None and source.kind == "system":
+        if mask is not None and source[0] == "system":
             text = mask(text)
         encoded = text.encode("utf-8", "surrogatepass")
-        if source.kind in _HEAD_KINDS:
+        if source[0] in _HEAD_KINDS:
             # a block of tools that a family renders late belongs to no message
             head = _digest(head + encoded) if not chain else head
         else:
@@ -215,12 +216,19 @@ def _identity(source: _Source) -> bytes:
     ``marshal`` version 2 writes plain values without references, so equal values give equal bytes; a dict comparison
     would call two key orders the same, which a template does not.
     """
-    return _digest(marshal.dumps((source.kind, source.pointer, source.value), 2))
+    return _local_digest(marshal.dumps(source[:3], 2))
+
+
+def _local_digest(data: bytes) -> bytes:
+    # these keys never leave the process: the faster digest will do where it is installed
+    return _xxh3(data) if _xxh3 is not None else _digest(data)
 
 
 def _segment(source: _Source, text: str, before: bytes) -> Segment:
     encoded = text.encode("utf-8", "surrogatepass")
-    return Segment(source.kind, source.pointer, _digest(before + encoded), len(encoded))
+    digest = sha256(before)
+    digest.update(encoded)
+    return Segment(source[0], source[1], digest.digest()[:DIGEST_BYTES], len(encoded))
 
 
 def _digest(data: bytes) -> bytes:
@@ -228,7 +236,10 @@ def _digest(data: bytes) -> bytes:
 
 
 def _text(source: _Source, ids: bool) -> str:
-    return "".join([text for _, text in source.runs(source.value, source.pointer, ids)])
+    runs = source[3](source[2], ids)
+    if len(runs) == 2:  # most messages: a frame and a text
+        return runs[0][1] + runs[1][1]
+    return "".join([text for _, text in runs])
 
 
 def chain_blocks(text: str, block_chars: int, chain: int = 0) -> list[int]:
@@ -255,16 +266,15 @@ def _sources(api: Api, body: Mapping[str, JsonValue], layout: Family) -> list[_S
         return _prompt_sources(body)
     head, messages = _conversation(api, body)
     if layout.gathers_system:
-        late = [source for source in messages if source.kind == "message:system"]
-        head += [source._replace(kind="system") for source in late]
-        messages = [source for source in messages if source.kind != "message:system"]
+        head += [("system", *source[1:]) for source in messages if source[0] == "message:system"]
+        messages = [source for source in messages if source[0] != "message:system"]
     tools = _tool_sources(body, layout.sorts_tool_keys)
     params = _param_sources(body, layout)
     if layout.order == "tools_first":
         return tools + params + head + messages
     if layout.order == "system_first":
         return params + head + tools + messages
-    users = [index for index, source in enumerate(messages) if source.kind == "message:user"]
+    users = [index for index, source in enumerate(messages) if source[0] == "message:user"]
     last = users[-1] if users else len(messages)
     return params + head + messages[:last] + tools + messages[last:]
 
@@ -279,15 +289,15 @@ def _conversation(api: Api, body: Mapping[str, JsonValue]) -> tuple[list[_Source
     name = "input" if api == "responses" else "messages"
     history = body.get(name)
     if isinstance(history, str):
-        return head, [_Source("message:user", f"/{name}", history, _bare_user)]
+        return head, [("message:user", f"/{name}", history, _bare_user)]
     messages: list[_Source] = []
     for index, message in enumerate(_listed(history)):
         role = _role(message)
         pointer = f"/{name}/{index}"
         if role == "system" and not messages:
-            head.append(_Source("system", pointer, message, _message))
+            head.append(("system", pointer, message, _message))
         else:
-            messages.append(_Source(f"message:{role}", pointer, message, _message))
+            messages.append((f"message:{role}", pointer, message, _message))
     return head, messages
 
 
@@ -305,14 +315,14 @@ def _role(message: JsonValue) -> str:
 
 def _system_sources(system: JsonValue, pointer: str) -> list[_Source]:
     if isinstance(system, list):
-        return [_Source("system", f"{pointer}/{index}", block, _system) for index, block in enumerate(system)]
-    return [_Source("system", pointer, system, _system)] if system else []
+        return [("system", f"{pointer}/{index}", block, _system) for index, block in enumerate(system)]
+    return [("system", pointer, system, _system)] if system else []
 
 
 def _tool_sources(body: Mapping[str, JsonValue], sort: bool) -> list[_Source]:
     runs = _sorted_tool if sort else _tool
     return [
-        _Source("tool", f"/{name}/{index}", tool, runs)
+        ("tool", f"/{name}/{index}", tool, runs)
         for name in ("tools", "functions")
         for index, tool in enumerate(_listed(body.get(name)))
     ]
@@ -331,23 +341,23 @@ def _param_sources(body: Mapping[str, JsonValue], layout: Family) -> list[_Sourc
     found: list[_Source] = []
     kwargs = body.get("chat_template_kwargs")
     if isinstance(kwargs, dict) and (kept := {k: v for k, v in kwargs.items() if k not in _TAIL_KWARGS}):
-        found.append(_Source("params", "/chat_template_kwargs", kept, _param))
+        found.append(("params", "/chat_template_kwargs", ["chat_template_kwargs", kept], _param))
     if "chat_template" in body:
-        found.append(_Source("params", "/chat_template", body["chat_template"], _param))
+        found.append(("params", "/chat_template", ["chat_template", body["chat_template"]], _param))
     if layout.effort_in_head:
         reasoning = body.get("reasoning")
         nested = reasoning.get("effort") if isinstance(reasoning, dict) else None
         for pointer, effort in (("/reasoning_effort", body.get("reasoning_effort")), ("/reasoning/effort", nested)):
             if effort is not None:
-                found.append(_Source("params", pointer, effort, _param))
+                found.append(("params", pointer, [pointer[1:], effort], _param))
     return found
 
 
 def _prompt_sources(body: Mapping[str, JsonValue]) -> list[_Source]:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        return [_Source("prompt", f"/prompt/{index}", one, _prompt) for index, one in enumerate(prompt)]
-    return [_Source("prompt", "/prompt", prompt, _prompt)] if prompt else []
+        return [("prompt", f"/prompt/{index}", one, _prompt) for index, one in enumerate(prompt)]
+    return [("prompt", "/prompt", prompt, _prompt)] if prompt else []
 
 
 # --- the text of one part --------------------------------------------------------------------------------------------
@@ -359,22 +369,23 @@ _encode_sorted = json.JSONEncoder(
 _SCHEMA_NAMES = ("parameters", "input_schema", "inputSchema")
 
 
-def _prompt(value: JsonValue, pointer: str, ids: bool) -> _Runs:
+def _prompt(value: JsonValue, ids: bool) -> _Runs:
     if isinstance(value, list):
-        return [(pointer, " ".join(map(str, value)))]
-    return [(pointer, value if isinstance(value, str) else _encode(value))]
+        return [("", " ".join(map(str, value)))]
+    return [("", value if isinstance(value, str) else _encode(value))]
 
 
-def _param(value: JsonValue, pointer: str, ids: bool) -> _Runs:
-    return [(pointer, f"<param {pointer[1:]}>{_encode_sorted(value)}\n")]
+def _param(value: JsonValue, ids: bool) -> _Runs:
+    name, setting = value if isinstance(value, list) else ("", value)
+    return [("", f"<param {name}>{_encode_sorted(setting)}\n")]
 
 
-def _tool(value: JsonValue, pointer: str, ids: bool) -> _Runs:
-    return [(pointer, _tool_text(value, False))]
+def _tool(value: JsonValue, ids: bool) -> _Runs:
+    return [("", _tool_text(value, False))]
 
 
-def _sorted_tool(value: JsonValue, pointer: str, ids: bool) -> _Runs:
-    return [(pointer, _tool_text(value, True))]
+def _sorted_tool(value: JsonValue, ids: bool) -> _Runs:
+    return [("", _tool_text(value, True))]
 
 
 def _tool_text(tool: JsonValue, sort: bool) -> str:
@@ -416,14 +427,14 @@ def _definition(tool: JsonValue, encode: Callable[[JsonValue], str]) -> str:
     return f"{text},{_encode_sorted(rest)}}}" if rest else f"{text}}}"
 
 
-def _system(value: JsonValue, pointer: str, ids: bool) -> _Runs:
+def _system(value: JsonValue, ids: bool) -> _Runs:
     if isinstance(value, dict):
-        return [(pointer, "\n<system>\n"), *_block(value, pointer, ids)]
-    return [(pointer, f"\n<system>\n{value if isinstance(value, str) else _encode(value)}")]
+        return [("", "\n<system>\n"), *_block(value, "", ids)]
+    return [("", f"\n<system>\n{value if isinstance(value, str) else _encode(value)}")]
 
 
-def _bare_user(value: JsonValue, pointer: str, ids: bool) -> _Runs:
-    return [(pointer, f"\n<user>\n{value}")]
+def _bare_user(value: JsonValue, ids: bool) -> _Runs:
+    return [("", f"\n<user>\n{value}")]
 
 
 # members of a message or item that are handled by name, or that no template renders
@@ -437,62 +448,80 @@ _NOT_REST = frozenset(
 )  # fmt: skip
 
 
-def _message(message: JsonValue, pointer: str, ids: bool) -> _Runs:
+def _message(message: JsonValue, ids: bool) -> _Runs:
     if not isinstance(message, dict):
-        return [(pointer, f"\n<user>\n{message if isinstance(message, str) else _encode(message)}")]
-    if len(message) == 2 and isinstance(content := message.get("content"), str) and "role" in message:
-        return [(pointer, f"\n<{message['role']}>\n"), (f"{pointer}/content", content)]
-    runs: _Runs = [(pointer, _frame(message, ids))]
-    for name in ("reasoning_content", "reasoning"):
-        thought = message.get(name)
-        if isinstance(thought, str) and thought:
-            runs.append((f"{pointer}/{name}", f"<think>{thought}</think>"))
-            break
-    if message.get("type") == "reasoning":
-        runs += _reasoning_item(message, pointer, ids)
-    elif (content := message.get("content")) is not None:
-        runs += _content(content, f"{pointer}/content", ids)
-    if isinstance(refusal := message.get("refusal"), str):
-        runs.append((f"{pointer}/refusal", refusal))
-    for index, call in enumerate(_listed(message.get("tool_calls"))):
-        runs.append(_call(call, f"{pointer}/tool_calls/{index}", ids))
-    if isinstance(message.get("function_call"), dict):
-        runs.append(_call(message["function_call"], f"{pointer}/function_call", ids))
-    if "arguments" in message or message.get("type") == "custom_tool_call":
-        runs.append(_call(message, pointer, ids))
-    elif "output" in message:
-        runs += _content(message["output"], f"{pointer}/output", ids)
-    if not _NOT_REST.issuperset(message):
-        rest = {name: value for name, value in message.items() if name not in _NOT_REST}
-        runs.append((pointer, _encode_sorted(rest)))
+        return [("", f"\n<user>\n{message if isinstance(message, str) else _encode(message)}")]
+    frame = ("", _frame(message, ids))
+    if not _PLAIN.issuperset(message):
+        return [frame, *_rich_message(message, ids)]
+    content = message.get("content")
+    if isinstance(content, str):
+        runs = [frame, ("/content", content)]
+    else:
+        runs = [frame] if content is None else [frame, *_content(content, "/content", ids)]
+    if "tool_calls" in message:
+        runs += _calls(message, ids)
     return runs
 
 
+# what nearly all messages have and no more
+_PLAIN = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "cache_control"})
+
+
+def _rich_message(message: dict[str, JsonValue], ids: bool) -> _Runs:
+    """The text behind the frame of a message or item with members beyond the usual ones."""
+    runs: _Runs = []
+    for name in ("reasoning_content", "reasoning"):
+        thought = message.get(name)
+        if isinstance(thought, str) and thought:
+            runs.append((f"/{name}", f"<think>{thought}</think>"))
+            break
+    if message.get("type") == "reasoning":
+        runs += _reasoning_item(message, ids)
+    elif (content := message.get("content")) is not None:
+        runs += _content(content, "/content", ids)
+    if isinstance(refusal := message.get("refusal"), str):
+        runs.append(("/refusal", refusal))
+    runs += _calls(message, ids)
+    if isinstance(message.get("function_call"), dict):
+        runs.append(_call(message["function_call"], "/function_call", ids))
+    if "arguments" in message or message.get("type") == "custom_tool_call":
+        runs.append(_call(message, "", ids))
+    elif "output" in message:
+        runs += _content(message["output"], "/output", ids)
+    if not _NOT_REST.issuperset(message):
+        rest = {name: value for name, value in message.items() if name not in _NOT_REST}
+        runs.append(("", _encode_sorted(rest)))
+    return runs
+
+
+def _calls(message: dict[str, JsonValue], ids: bool) -> _Runs:
+    calls = _listed(message.get("tool_calls"))
+    return [_call(call, f"/tool_calls/{index}", ids) for index, call in enumerate(calls)]
+
+
 def _frame(message: dict[str, JsonValue], ids: bool) -> str:
-    role, name, kind = message.get("role"), message.get("name"), message.get("type")
-    frame = role if isinstance(role, str) else str(kind)
-    if isinstance(name, str) and isinstance(role, str):
-        frame += f" {name}"
+    role = message.get("role")
+    if not isinstance(role, str):
+        frame = str(message.get("type"))
+    else:
+        name = message.get("name")
+        frame = f"{role} {name}" if isinstance(name, str) else role
     if ids:
         number = message.get("tool_call_id")
         if number is None and "output" in message:
             number = message.get("call_id")
         if isinstance(number, str):
-            frame += f" {number}"
+            return f"\n<{frame} {number}>\n"
     return f"\n<{frame}>\n"
 
 
-def _reasoning_item(item: dict[str, JsonValue], pointer: str, ids: bool) -> _Runs:
+def _reasoning_item(item: dict[str, JsonValue], ids: bool) -> _Runs:
     """A Responses reasoning item: what the model is given back is the encrypted content, else the text."""
     hidden = item.get("encrypted_content")
     if isinstance(hidden, str):
-        return [(f"{pointer}/encrypted_content", f"<think {_digest_text(hidden)}>")]
-    return [
-        run
-        for name in ("content", "summary")
-        if item.get(name)
-        for run in _content(item[name], f"{pointer}/{name}", ids)
-    ]
+        return [("/encrypted_content", f"<think {_digest_text(hidden)}>")]
+    return [run for name in ("content", "summary") if item.get(name) for run in _content(item[name], f"/{name}", ids)]
 
 
 def _call(call: JsonValue, pointer: str, ids: bool) -> tuple[str, str]:
@@ -500,7 +529,7 @@ def _call(call: JsonValue, pointer: str, ids: bool) -> tuple[str, str]:
         return pointer, _encode(call)
     function = call.get("function")
     inner, inside = (function, f"{pointer}/function") if isinstance(function, dict) else (call, pointer)
-    member = next((name for name in ("arguments", "input") if name in inner), "arguments")
+    member = "arguments" if "arguments" in inner or "input" not in inner else "input"
     arguments = inner.get(member)
     text = arguments if isinstance(arguments, str) else _encode(arguments)
     number = call.get("call_id", call.get("id")) if ids else None

@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeVar
 
 Policy = Literal["freeze", "move", "drop"]
@@ -52,10 +53,10 @@ _DATE = (
     rf"|(?:{_DAYS},?\s+)?\d{{1,2}}(?:st|nd|rd|th)?\s+{_MONTHS},?\s+\d{{4}}"
     rf"|{_DAYS}\s+{_MONTHS}\s+\d{{1,2}}(?:\s+\d{{4}})?"
 )
-# one alternation, so that a text is read once; the earlier kind wins where two begin at the same place
+# the order decides where two kinds begin at the same place
 _PATTERNS = {
     VolatileKind.BILLING: r"x-anthropic-billing-header:[^\n]*",
-    VolatileKind.GIT: r"(?im:^[ \t]*(?:git status|current branch|main branch|on branch|recent commits|"
+    VolatileKind.GIT: r"(?i:^[ \t]*(?:git status|current branch|main branch|on branch|recent commits|"
     r"your branch is|is (?:directory )?a git repo(?:sitory)?)\b[^\n]*)",
     VolatileKind.TIMESTAMP: rf"\b(?:{_DATE})(?:T|,?\s+(?:at\s+)?){_CLOCK}(?!\d)"
     rf"|\b{_DAYS}\s+{_MONTHS}\s+\d{{1,2}}\s+{_CLOCK}(?:\s+[A-Z]{{2,4}})?(?:\s+\d{{4}})?"
@@ -70,21 +71,66 @@ _PATTERNS = {
     r"|tokens? (?:left|used|remaining)|remaining (?:tokens?|budget|steps?|turns?))"
     r"\s*(?:number|no\.?|count|#)?\s*[:=#]?\s*\d[\d,]*(?:\s*(?:/|of)\s*\d+)?)",
 }
-_ANY = re.compile("|".join(f"(?P<{kind.value}>{pattern})" for kind, pattern in _PATTERNS.items()))
+# searched one by one and line by line: one pattern of all kinds costs three times as much, and most lines have none
+_SEARCHES = tuple((rank, kind, re.compile(pattern)) for rank, (kind, pattern) in enumerate(_PATTERNS.items()))
+_TELLTALE = re.compile(r"[0-9~/\\]")
+_GIT_WORDS = ("git", "branch", "commits")
+_KEPT_LINE_CHARS = 1_024
 
 
 def scan(text: str) -> list[Volatile]:
     """The volatile texts in ``text``, in order. A likely list: a fixed date in an example is found as well."""
-    return [
-        Volatile(VolatileKind(match.lastgroup), match.start(), match.end())
-        for match in _ANY.finditer(text)
-        if match.lastgroup is not None
-    ]
+    found: list[Volatile] = []
+    at = 0
+    for line in text.split("\n"):
+        if _may_change(line):
+            found += [Volatile(one.kind, at + one.start, at + one.end) for one in _in_line(line)]
+        at += len(line) + 1
+    return found
 
 
 def mask(text: str) -> str:
     """``text`` with every volatile text replaced by its kind: the same for two renderings of one prompt."""
-    return _ANY.sub(lambda match: f"<{match.lastgroup}>", text)
+    return "\n".join([_masked_line(line) for line in text.split("\n")])
+
+
+def _may_change(line: str) -> bool:
+    if _TELLTALE.search(line) is not None:
+        return True
+    low = line.lower()
+    return any(word in low for word in _GIT_WORDS)
+
+
+def _masked_line(line: str) -> str:
+    if not _may_change(line):
+        return line
+    return _remembered_masked_line(line) if len(line) <= _KEPT_LINE_CHARS else _mask_line(line)
+
+
+def _mask_line(line: str) -> str:
+    pieces: list[str] = []
+    at = 0
+    for found in _in_line(line):
+        pieces += (line[at : found.start], f"<{found.kind.value}>")
+        at = found.end
+    return "".join([*pieces, line[at:]])
+
+
+# the lines of a system prompt come again with every request; at most 4 MB of them
+_remembered_masked_line = lru_cache(maxsize=4_096)(_mask_line)
+
+
+def _in_line(line: str) -> list[Volatile]:
+    hits = sorted(
+        (match.start(), rank, match.end(), kind)
+        for rank, kind, pattern in _SEARCHES
+        for match in pattern.finditer(line)
+    )
+    found: list[Volatile] = []
+    for start, _, end, kind in hits:
+        if not found or start >= found[-1].end:
+            found.append(Volatile(kind, start, end))
+    return found
 
 
 # --- declared text ---------------------------------------------------------------------------------------------------
