@@ -1,0 +1,111 @@
+"""What fingerprinting costs, as ratios to a plain decode of the same body; run it on an idle machine.
+
+python bench/fingerprint.py [--kb 400]
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import random
+import timeit
+from collections.abc import Callable
+
+import msgspec
+
+from homeport import fingerprint
+from homeport.explain import explain
+from homeport.fingerprint import Incremental, identity, segments, text_blocks
+from homeport.spans import Document
+from homeport.stabilise import stabilise
+from homeport.volatile import mask
+
+
+def agent_body(size_bytes: int) -> dict[str, object]:
+    """A coding agent's request of that size: 20 kB of tools, 10 kB of system text, then tool calls and source code."""
+    code = inspect.getsource(argparse)
+    words = ["the", "level", "of", "a", "gauge", "is", "read,", "and", "compared", "with", "its", "limit;", "harbour"]
+    text = random.Random(1)
+    prose = lambda chars: " ".join(text.choices(words, k=chars // 5))[:chars]  # noqa: E731
+    properties = {f"p{index}": {"type": "string", "description": prose(60)} for index in range(8)}
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{index}",
+                "description": prose(300),
+                "parameters": {"type": "object", "properties": properties, "required": ["p0", "p1"]},
+            },
+        }
+        for index in range(20)
+    ]
+    messages: list[dict[str, object]] = [{"role": "system", "content": prose(10_000)}]
+    body: dict[str, object] = {"model": "qwen3", "tools": tools, "messages": messages, "stream": True}
+    size = len(json.dumps(body))
+    while size < size_bytes:
+        arguments = json.dumps({"p0": prose(150), "p1": len(messages)})
+        call = {"id": f"c{len(messages)}", "type": "function", "function": {"name": "tool_1", "arguments": arguments}}
+        start = (size * 7) % (len(code) - 2_500)
+        result = code[start : start + 2_500]
+        turn = [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": result},
+        ]
+        messages += turn
+        size += len(json.dumps(turn))
+    return body
+
+
+def best_us(work: Callable[[], object], times: int = 60) -> float:
+    """The fastest of many runs, in microseconds: what the work costs without its neighbours."""
+    return min(timeit.repeat(work, number=1, repeat=times)) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kb", type=int, default=400)
+    size_bytes = parser.parse_args().kb * 1000
+    body = agent_body(size_bytes)
+    raw = json.dumps(body).encode()
+    text = raw.decode()
+    decoder = msgspec.json.Decoder()
+    messages = body["messages"]
+    assert isinstance(messages, list)
+    before = {**body, "messages": messages[:-2]}
+    following = Incremental(block_chars=512)
+
+    def cold() -> object:
+        fingerprint._cached_tool_text.cache_clear()
+        return segments("chat", body)
+
+    def next_turn() -> object:
+        following.segments("chat", before)
+        return following.segments("chat", body)
+
+    def same_turn() -> object:
+        return following.segments("chat", before)
+
+    decode = best_us(lambda: decoder.decode(raw))
+    turn = best_us(next_turn) - best_us(same_turn)
+    state = stabilise(body).state  # type: ignore[arg-type]
+    rows = [
+        ("msgspec decode", decode),
+        ("segments, definitions seen before", best_us(lambda: segments("chat", body))),
+        ("segments, definitions never seen", best_us(cold)),
+        ("text_blocks of 512", best_us(lambda: text_blocks("chat", body))),
+        ("identity", best_us(lambda: identity("chat", body, mask=mask, tools=False))),
+        ("Incremental, next turn of a session", turn),
+        ("standard decode with spans", best_us(lambda: Document(text))),
+        ("stabilise, nothing to change", best_us(lambda: stabilise(body, state))),  # type: ignore[arg-type]
+        ("explain a continuation", best_us(lambda: explain(before, body), 10)),
+    ]
+    print(f"body: {len(raw):,} bytes, {len(messages)} messages; fastest of 60 runs")
+    for name, cost in rows:
+        print(f"{name:<38}{cost:>10,.0f} us{cost / decode:>8.2f} x decode")
+    following.segments("chat", body)
+    print(f"memory of Incremental: {following.size_bytes:,} bytes for {len(messages)} messages")
+
+
+if __name__ == "__main__":
+    main()
