@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from homeport.ledger import Entry, Ledger
+from homeport.ledger import Entry, GroupBy, Ledger, Totals
 from homeport.prices import PriceBook
 from homeport.usage import Usage
 from homeport_proxy.config import Config, ConfigError, Price
 from homeport_proxy.exchange import GENERATING, Exchange
 from homeport_proxy.observe.metrics import Metrics
-from homeport_proxy.routing.views import Word
+from homeport_proxy.observe.summary import Summary, code_of, summarise, word_of
+from homeport_proxy.routing.views import PrefixKeys, Word
 
-Summary: TypeAlias = dict[str, object]
-Listener: TypeAlias = Callable[[Exchange, Summary], None]
+Listener: TypeAlias = Callable[[Exchange, Mapping[str, int]], None]
+"""Hears of every finished request: the exchange, and its uncached prompt tokens by cause."""
 
 FIRST_SIGHT = frozenset({"new"})
 """Causes that are no loss: tokens never sent before, which nobody could have had in a cache."""
 DEFAULT_BYTES_PER_TOKEN = 4.0
 KEPT_REQUESTS = 2000
+LEDGER_EVERY_S = 0.25
+LEDGER_BATCH = 500
+_NO_PREFIX = PrefixKeys()
 
 
 class BytesPerToken:
@@ -52,26 +57,28 @@ class BytesPerToken:
 
 
 class RequestLog:
-    """The most recent requests by id; the oldest make room."""
+    """The most recent requests by id, without their text; the oldest make room."""
 
     def __init__(self, kept: int = KEPT_REQUESTS) -> None:
         self._kept = kept
-        self._by_id: OrderedDict[str, Summary] = OrderedDict()
+        self._by_id: OrderedDict[str, tuple[Exchange, Mapping[str, int]]] = OrderedDict()
 
-    def add(self, request_id: str, summary: Summary) -> None:
-        """Remember one."""
-        self._by_id.pop(request_id, None)
-        self._by_id[request_id] = summary
+    def add(self, exchange: Exchange, causes: Mapping[str, int]) -> None:
+        """Remember one; what is large of it is let go."""
+        exchange.body, exchange.document, exchange.ticket, exchange.prefix = b"", None, None, _NO_PREFIX
+        self._by_id.pop(exchange.request_id, None)
+        self._by_id[exchange.request_id] = (exchange, causes)
         if len(self._by_id) > self._kept:
             self._by_id.popitem(last=False)
 
     def get(self, request_id: str) -> Summary | None:
         """One request, or None when it is unknown or too long ago."""
-        return self._by_id.get(request_id)
+        known = self._by_id.get(request_id)
+        return None if known is None else summarise(*known)
 
     def latest(self, count: int) -> list[Summary]:
         """The newest ``count``, newest first."""
-        return [summary for _, summary in zip(range(count), reversed(self._by_id.values()), strict=False)]
+        return [summarise(*known) for _, known in zip(range(count), reversed(self._by_id.values()), strict=False)]
 
 
 class Account:
@@ -90,6 +97,7 @@ class Account:
         self.shares: deque[tuple[float, int, int]] = deque(maxlen=720)
         """Per ten seconds: (Unix time, prompt tokens, cached tokens) of requests whose cached tokens are known."""
         self._owners: OrderedDict[str, str] = OrderedDict()
+        self._entries: list[Entry] = []
         self._models = models
         self._listeners = list(listeners)
         self._books: dict[str, PriceBook] = {}
@@ -115,24 +123,39 @@ class Account:
         if exchange.api in GENERATING:
             self._enter(exchange, causes)
             self._own(exchange.session, exchange.tenant)
-        summary = summarise(exchange, causes)
-        self.requests.add(exchange.request_id, summary)
         for listener in self._listeners:
-            listener(exchange, summary)
+            listener(exchange, causes)
+        self.requests.add(exchange, causes)
 
     def owner(self, session: str) -> str | None:
         """The tenant whose session this is; None when it is not known."""
         return self._owners.get(session)
 
+    def flush(self) -> None:
+        """Hand the ledger what was gathered: its writer is woken a few times a second, not once a request."""
+        entries, self._entries = self._entries, []
+        for entry in entries:
+            self.ledger.add(entry)
+
+    def totals(self, by: Sequence[GroupBy] = ()) -> list[Totals]:
+        """The ledger's sums by group. Blocks: not for an event loop. Raises ValueError for an unknown group."""
+        return self.ledger.totals(by)
+
     def close(self) -> None:
-        """Write the ledger's last lines."""
+        """Write the ledger's last lines. Blocks."""
+        self.flush()
         self.ledger.close()
+
+    def _flush_soon(self) -> None:
+        try:
+            asyncio.get_running_loop().call_later(LEDGER_EVERY_S, self.flush)
+        except RuntimeError:  # no event loop: nobody to hold up
+            self.flush()
 
     def _count(self, exchange: Exchange, model: str, causes: Mapping[str, int], body_bytes: int) -> None:
         metrics, tenant, usage = self.metrics, exchange.tenant, exchange.usage
         decision = exchange.decision
-        word = Word.PEER.value if exchange.peer_region else decision.word.value if decision else "none"
-        metrics.requests.add(1, (exchange.api, model, tenant, word, code_of(exchange)))
+        metrics.requests.add(1, (exchange.api, model, tenant, word_of(exchange) or "none", code_of(exchange)))
         if decision is not None:
             metrics.queue.observe(exchange.queued_s)
             if decision.word is Word.MOVED:
@@ -158,15 +181,11 @@ class Account:
             metrics.transfers.add(1, (leg.place.partition("/")[0], exchange.kv_transfer))
 
     def _enter(self, exchange: Exchange, causes: Mapping[str, int]) -> None:
-        usage = Usage(
-            input_tokens=exchange.usage.prompt_tokens,
-            cached_tokens=exchange.usage.cached_tokens,
-            output_tokens=exchange.usage.output_tokens,
-        )
-        if not usage.reported:
+        usage = exchange.usage
+        if usage.prompt_tokens is None and usage.cached_tokens is None and usage.output_tokens is None:
             return
         book = self._books.get(exchange.tenant, self._default_book)
-        cost = book.cost(usage, exchange.model) if book else None
+        cost = book.cost(_as_usage(exchange), exchange.model) if book else None
         lost = {cause: tokens for cause, tokens in causes.items() if cause not in FIRST_SIGHT}
         serving = exchange.serving
         entry = Entry(
@@ -176,7 +195,7 @@ class Account:
             tenant=exchange.tenant,
             session=exchange.session,
             backend=serving.place if serving else "",
-            input_tokens=usage.input_tokens,
+            input_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             output_tokens=usage.output_tokens,
             cost_usd=cost.total_usd if cost else None,
@@ -184,7 +203,11 @@ class Account:
             cause=max(lost, key=lost.__getitem__) if lost else None,
             lost_tokens=sum(lost.values()) if exchange.usage.cached_tokens is not None else None,
         )
-        self.ledger.add(entry)
+        self._entries.append(entry)
+        if len(self._entries) >= LEDGER_BATCH:
+            self.flush()
+        elif len(self._entries) == 1:
+            self._flush_soon()
 
     def _own(self, session: str, tenant: str) -> None:
         if tenant and session:
@@ -228,75 +251,9 @@ def miss_causes(exchange: Exchange) -> dict[str, int]:
     return causes
 
 
-def code_of(exchange: Exchange) -> str:
-    """The HTTP status as a label: 499 when the client left before the end, 0 when nothing was sent."""
-    if exchange.error == "client_closed":
-        return "499"
-    return str(exchange.status or 0)
-
-
-def summarise(exchange: Exchange, causes: Mapping[str, int]) -> Summary:
-    """What `why` shows of one request: no text, no secrets; times in milliseconds since arrival."""
-    decision, identity, usage = exchange.decision, exchange.identity, exchange.usage
-    serving = exchange.serving
-
-    def since(at_s: float | None) -> float | None:
-        return None if at_s is None else round((at_s - exchange.arrived_s) * 1000, 3)
-
-    return {
-        "request_id": exchange.request_id,
-        "ts": exchange.arrived_unix_s,
-        "api": exchange.api,
-        "model": exchange.model,
-        "tenant": exchange.tenant or None,
-        "session": exchange.session or None,
-        "session_from": identity.source if identity else None,
-        "kind": identity.kind if identity else None,
-        "stream": exchange.stream,
-        "region": exchange.region or None,
-        "backend": serving.place if serving else None,
-        "prefill_backend": exchange.prefilled_by,
-        "decision": Word.PEER.value if exchange.peer_region else decision.word.value if decision else None,
-        "reason": decision.reason if decision else None,
-        "status": exchange.status,
-        "error": exchange.error,
-        "retries": exchange.retries,
-        "tokens": {
-            "prompt": usage.prompt_tokens,
-            "cached": usage.cached_tokens,
-            "expected_cached": decision.expected_cached_tokens if decision else None,
-            "output": usage.output_tokens,
-            "estimated_prompt": exchange.prompt_tokens_estimate or None,
-        },
-        "costs": dict(decision.costs) if decision else {},
-        "miss_causes": dict(causes),
-        "ms": {
-            "queue": round(exchange.queued_s * 1000, 3),
-            "decide": round(exchange.decide_s * 1000, 3),
-            "prefill_leg": None if exchange.prefill_s is None else round(exchange.prefill_s * 1000, 3),
-            "headers": since(exchange.headers_sent_s),
-            "first_token": since(exchange.first_token_s),
-            "last_token": since(exchange.last_token_s),
-            "total": since(exchange.ended_s),
-        },
-        "prefill_skipped": exchange.prefill_skipped,
-        "legs": [
-            {
-                "part": leg.part,
-                "place": leg.place,
-                "engine_request_id": leg.engine_request_id,
-                "state": leg.state.name.lower(),
-                "status": leg.status,
-                "error": leg.error,
-                "start_ms": since(leg.started_s),
-                "first_token_ms": since(leg.first_token_s),
-                "end_ms": since(leg.ended_s),
-            }
-            for leg in exchange.legs
-        ],
-        "chunks": exchange.chunks,
-        "response_bytes": exchange.response_bytes,
-    }
+def _as_usage(exchange: Exchange) -> Usage:
+    usage = exchange.usage
+    return Usage(usage.prompt_tokens, usage.cached_tokens, None, usage.output_tokens)
 
 
 def _move_reason(reason: str) -> str:

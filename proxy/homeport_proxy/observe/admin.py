@@ -12,13 +12,13 @@ import msgspec
 from aiohttp import web
 
 from homeport.ledger import GroupBy, Totals
-from homeport_proxy.account import Summary
 from homeport_proxy.config import ConfigError
 from homeport_proxy.errors import ProxyError
 from homeport_proxy.observe import guard
 from homeport_proxy.observe.dashboard import page
 from homeport_proxy.observe.prometheus import CONTENT_TYPE
 from homeport_proxy.observe.status import backends, status
+from homeport_proxy.observe.summary import Summary
 from homeport_proxy.routing.views import Cost
 
 if TYPE_CHECKING:
@@ -202,8 +202,9 @@ class _Admin:
         form = request.query.get("format", "json")
         if form not in ("json", "csv"):
             return fault(400, "invalid_request", "`format` must be json or csv.")
+        self._control.account.flush()
         try:
-            totals = await asyncio.to_thread(self._control.account.ledger.totals, cast("list[GroupBy]", groups))
+            totals = await asyncio.to_thread(self._control.account.totals, cast("list[GroupBy]", groups))
         except ValueError as error:
             return fault(400, "invalid_request", f"`by`: {error}.")
         rows = [total.to_dict() for total in totals]
@@ -212,7 +213,8 @@ class _Admin:
         return answer({"by": groups, "rows": rows})
 
     async def _totals(self) -> Totals | None:
-        totals = await asyncio.to_thread(self._control.account.ledger.totals)
+        self._control.account.flush()
+        totals = await asyncio.to_thread(self._control.account.totals)
         return totals[0] if totals else None
 
     # the dashboard

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from typing import TextIO
 
 import msgspec
 
-from homeport_proxy.account import Summary
 from homeport_proxy.config import Log
 from homeport_proxy.exchange import Exchange
+from homeport_proxy.observe.summary import word_of
 
 FLUSH_EVERY_S = 0.5
 FLUSH_AT_LINES = 200
@@ -52,11 +53,11 @@ class AccessLog:
         self._lines: list[bytes] = []
         self._flushed_s = time.monotonic()
 
-    def __call__(self, exchange: Exchange, summary: Summary) -> None:
+    def __call__(self, exchange: Exchange, causes: Mapping[str, int]) -> None:
         """Note one request."""
         if not self._on:
             return
-        self._lines.append(_as_json(exchange, summary) if self._json else _as_text(exchange, summary))
+        self._lines.append(_as_json(exchange, causes) if self._json else _as_text(exchange))
         if len(self._lines) >= FLUSH_AT_LINES or time.monotonic() - self._flushed_s >= FLUSH_EVERY_S:
             self.flush()
 
@@ -72,48 +73,54 @@ class AccessLog:
                 self._on = False
 
 
-def _as_json(exchange: Exchange, summary: Summary) -> bytes:
+def _as_json(exchange: Exchange, causes: Mapping[str, int]) -> bytes:
+    usage, serving, identity = exchange.usage, exchange.serving, exchange.identity
     line = {
-        "ts": summary["ts"],
+        "ts": exchange.arrived_unix_s,
         "level": "info",
         "logger": "homeport.request",
-        **{name: summary[name] for name in _FIELDS},
-        "tokens": summary["tokens"],
-        "miss_causes": summary["miss_causes"],
-        "ms": summary["ms"],
+        "request_id": exchange.request_id,
+        "api": exchange.api,
+        "model": exchange.model,
+        "tenant": exchange.tenant or None,
+        "session": exchange.session or None,
+        "kind": identity.kind if identity else None,
+        "region": exchange.region or None,
+        "backend": serving.place if serving else None,
+        "prefill_backend": exchange.prefilled_by,
+        "decision": word_of(exchange),
+        "status": exchange.status,
+        "error": exchange.error,
+        "retries": exchange.retries,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.output_tokens,
+        "miss_causes": causes,
+        "queue_s": exchange.queued_s,
+        "first_token_s": _since(exchange, exchange.first_token_s),
+        "total_s": _since(exchange, exchange.ended_s),
     }
     return msgspec.json.encode(line) + b"\n"
 
 
-_FIELDS = (
-    "request_id",
-    "api",
-    "model",
-    "tenant",
-    "session",
-    "kind",
-    "region",
-    "backend",
-    "prefill_backend",
-    "decision",
-    "status",
-    "error",
-    "retries",
-)
-
-
-def _as_text(exchange: Exchange, summary: Summary) -> bytes:
-    usage = exchange.usage
-    place = summary["backend"] or "-"
-    if summary["prefill_backend"]:
-        place = f"{summary['prefill_backend']}>{place}"
-    first = "-" if exchange.first_token_s is None else f"{(exchange.first_token_s - exchange.arrived_s) * 1000:.0f}ms"
+def _as_text(exchange: Exchange) -> bytes:
+    usage, serving = exchange.usage, exchange.serving
+    place = serving.place if serving else "-"
+    if exchange.prefilled_by:
+        place = f"{exchange.prefilled_by}>{place}"
+    first_s = _since(exchange, exchange.first_token_s)
+    first = "-" if first_s is None else f"{first_s * 1000:.0f}ms"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(exchange.arrived_unix_s))
     counts = f"{_shown(usage.prompt_tokens)}/{_shown(usage.cached_tokens)}/{_shown(usage.output_tokens)}"
+    error = f" {exchange.error}" if exchange.error else ""
     return (
-        f"{when} {exchange.status or 0} {exchange.api} {exchange.model} {summary['decision'] or '-'} {place} "
-        f"tokens {counts} first {first} {exchange.request_id}{f' {exchange.error}' if exchange.error else ''}\n"
+        f"{when} {exchange.status or 0} {exchange.api} {exchange.model} {word_of(exchange) or '-'} {place} "
+        f"tokens {counts} first {first} {exchange.request_id}{error}\n"
     ).encode()
+
+
+def _since(exchange: Exchange, at_s: float | None) -> float | None:
+    return None if at_s is None else round(at_s - exchange.arrived_s, 6)
 
 
 def _shown(count: int | None) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 from homeport.fingerprint import JsonValue
 from homeport.record import Record as Line
 from homeport.record import RecordWriter
 from homeport.usage import Usage
-from homeport_proxy.account import Summary
 from homeport_proxy.config import ConfigError, Record
 from homeport_proxy.exchange import GENERATING, Exchange
 from homeport_proxy.headers import of_exchange
@@ -29,7 +29,7 @@ class Recorder:
                 raise ConfigError([f"record.file: cannot write {settings.file}: {error.strerror or error}"]) from None
             self._writer = BackgroundWriter("record", self._file.write, max_pending=MAX_PENDING)
 
-    def __call__(self, exchange: Exchange, _: Summary) -> None:
+    def __call__(self, exchange: Exchange, _: Mapping[str, int]) -> None:
         """Record one finished request."""
         if self._writer is not None and exchange.api in GENERATING and exchange.document is not None:
             self._writer.put(line_of(exchange))

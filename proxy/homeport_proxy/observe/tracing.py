@@ -15,8 +15,8 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from homeport import __version__
-from homeport_proxy.account import Summary
 from homeport_proxy.exchange import Exchange
+from homeport_proxy.observe.summary import word_of
 
 
 class Tracing:
@@ -26,7 +26,7 @@ class Tracing:
         self._tracer = trace.get_tracer("homeport.proxy", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def __call__(self, exchange: Exchange, summary: Summary) -> None:
+    def __call__(self, exchange: Exchange, _: Mapping[str, int]) -> None:
         """Emit one request's spans."""
         parent = self._propagator.extract(dict(exchange.headers), context=Context())
 
@@ -39,7 +39,7 @@ class Tracing:
             context=parent,
             kind=SpanKind.SERVER,
             start_time=at(exchange.arrived_s),
-            attributes=_attributes(exchange, summary),
+            attributes=_attributes(exchange),
         )
         inside = trace.set_span_in_context(root, Context())
         if exchange.queued_s > 0:
@@ -64,7 +64,7 @@ class Tracing:
         root.end(at(end_s))
 
 
-def _attributes(exchange: Exchange, summary: Summary) -> Mapping[str, str | int | bool]:
+def _attributes(exchange: Exchange) -> Mapping[str, str | int | bool]:
     """Names of the GenAI semantic conventions where there is one; nothing of the prompt."""
     usage = exchange.usage
     values: dict[str, str | int | bool | None] = {
@@ -77,7 +77,7 @@ def _attributes(exchange: Exchange, summary: Summary) -> Mapping[str, str | int 
         "homeport.request_id": exchange.request_id,
         "homeport.tenant": exchange.tenant or None,
         "homeport.region": exchange.region or None,
-        "homeport.decision": str(summary["decision"]) if summary["decision"] else None,
+        "homeport.decision": word_of(exchange),
         "homeport.stream": exchange.stream,
     }
     return {name: value for name, value in values.items() if value is not None}
