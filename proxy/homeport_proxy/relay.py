@@ -24,7 +24,6 @@ from homeport_proxy.upstream import Flow, Head, RawHeaders, UpstreamError
 
 DOCUMENT_CAP_BYTES = 64 * 1024 * 1024
 REFUSAL_CAP_BYTES = 1024 * 1024
-_MARKS = (b'"usage"', b"_transfer_params", b"disaggregated_params", b"bootstrap_")
 
 
 class Mode(Enum):
@@ -264,27 +263,30 @@ class Relay:
     # streams
 
     def _on_stream(self, data: bytes) -> None:
+        if self._leg.state >= State.FIRST_TOKEN:
+            self._count_chunk()
+            if not self._framer.pending and not self._framer.oversized and data.endswith(b"\n\n") and not _marked(data):
+                self._last = data
+                self._write(data)
+                return
+        pieces = self._framer.feed(data)
+        out = b"".join([self._frame(piece) if is_frame else piece for piece, is_frame in pieces])
+        if out and not self._down.started:
+            self._start(None)
+        if out:
+            self._write(out)
+
+    def _count_chunk(self) -> None:
         now_s = self._loop.time()
         exchange = self._exchange
-        if self.token_seen:
-            exchange.chunks += 1
-            if self._plan.on_gap is not None:
-                self._plan.on_gap(now_s - self._last_s)
-            self._last_s = exchange.last_token_s = now_s
-        whole = self.token_seen and not self._framer.pending and data.endswith(b"\n\n")
-        if whole and not self._framer.oversized and not any(mark in data for mark in _MARKS):
-            self._last = data
-            out = data
-        else:
-            out = b"".join([self._frame(piece) if is_frame else piece for piece, is_frame in self._framer.feed(data)])
-        if out or self._down.started:
-            if not self._down.started:
-                self._start(None)
-            self._write(out)
+        exchange.chunks += 1
+        if self._plan.on_gap is not None:
+            self._plan.on_gap(now_s - self._last_s)
+        self._last_s = exchange.last_token_s = now_s
 
     def _frame(self, frame: bytes) -> bytes:
         self._last = frame
-        if self.token_seen and not any(mark in frame for mark in _MARKS):
+        if self.token_seen and not _marked(frame):
             return frame
         event, data = frame_parts(frame)
         try:
@@ -393,6 +395,11 @@ def _strip(document: bytes) -> bytes:
         if isinstance(inner, dict):
             document = edit_at(document, (part,), {}, [name for name in inner if is_internal(name)])
     return document
+
+
+def _marked(data: bytes) -> bool:
+    """Whether frames may hold something that must change: a quick look, written out because every chunk gets it."""
+    return b'"usage"' in data or b"_params" in data or b"bootstrap_" in data
 
 
 def _larger(known: int | None, found: int | None) -> int | None:

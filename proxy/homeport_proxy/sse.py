@@ -15,22 +15,18 @@ class Framer:
     ``cap_bytes`` is given piecewise (``whole`` is False for its pieces), so memory stays bounded.
     """
 
-    __slots__ = ("_buffer", "_searched", "cap_bytes", "oversized")
+    __slots__ = ("_searched", "cap_bytes", "oversized", "pending")
 
     def __init__(self, cap_bytes: int = 1 << 20) -> None:
-        self._buffer = b""
         self._searched = 0
         self.cap_bytes = cap_bytes
         self.oversized = False
-
-    @property
-    def pending(self) -> int:
-        """Bytes of an unfinished frame that are held back."""
-        return len(self._buffer)
+        self.pending = b""
+        """An unfinished frame, held back."""
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
         """The frames that are complete now, each with whether it is a whole frame."""
-        buffer = self._buffer + data if self._buffer else data
+        buffer = self.pending + data if self.pending else data
         frames: list[tuple[bytes, bool]] = []
         start = 0
         search = self._searched
@@ -45,13 +41,13 @@ class Framer:
             frames.append((rest[:-3], False))
             rest = rest[-3:]
             self.oversized = True
-        self._buffer = rest
+        self.pending = rest
         self._searched = max(0, len(rest) - 3)
         return frames
 
     def flush(self) -> bytes:
         """The unfinished rest; the framer is empty afterwards."""
-        rest, self._buffer, self._searched = self._buffer, b"", 0
+        rest, self.pending, self._searched = self.pending, b"", 0
         return rest
 
 

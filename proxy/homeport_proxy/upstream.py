@@ -103,6 +103,7 @@ class Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._head_only = False
         self._headers: list[tuple[bytes, bytes]] = []
+        self._pieces: list[bytes] = []
         self._reason = b""
         self._answered = False
         self._headed = False
@@ -131,6 +132,8 @@ class Connection(asyncio.Protocol):
         self.last_byte_s = self._loop.time()
         try:
             self._parser.feed_data(data)
+            if self._pieces:
+                self._deliver()
         except httptools.HttpParserUpgrade:
             self._fail("the engine switched protocols")
         except (httptools.HttpParserError, httptools.HttpParserCallbackError) as error:
@@ -172,10 +175,16 @@ class Connection(asyncio.Protocol):
             self._finish()
 
     def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)  # chunks that came in one read go on in one write
+
+    def _deliver(self) -> None:
+        pieces, self._pieces = self._pieces, []
         if self._receiver is not None:
-            self._receiver.on_data(body)
+            self._receiver.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def on_message_complete(self) -> None:
+        if self._pieces:
+            self._deliver()
         if not self._headed:
             self._headers, self._reason = [], b""  # an interim answer (100, 103)
             return
@@ -205,7 +214,7 @@ class Connection(asyncio.Protocol):
         self._receiver = receiver
         self._parser = httptools.HttpResponseParser(self)
         self._head_only = head_only
-        self._headers, self._reason = [], b""
+        self._headers, self._reason, self._pieces = [], b"", []
         self._answered = self._headed = self._until_close = self._reusable = False
         self.served += 1
         self.last_byte_s = self._loop.time()

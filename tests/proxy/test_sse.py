@@ -51,7 +51,7 @@ def test_a_frame_above_the_cap_passes_in_pieces(cap: int, at: list[int]) -> None
     framer = Framer(cap)
     found = [frame for piece in cut(data, at) for frame in framer.feed(piece)]
     assert b"".join(frame for frame, _ in found) + framer.flush() == data
-    assert framer.pending == 0
+    assert not framer.pending
     assert all(len(frame) <= cap + 120 for frame, is_frame in found if not is_frame)
 
 
