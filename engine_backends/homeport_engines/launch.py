@@ -102,7 +102,7 @@ class Launch:
     """The answer. ``env`` is added to the environment; ``notes`` say what a person must still do."""
 
     argv: tuple[str, ...]
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)  # may hold a key
     notes: tuple[str, ...] = ()
 
     def shell(self) -> str:

@@ -54,11 +54,15 @@ class ManagedProcess:
 
     def poll(self) -> int | None:
         """The exit status (128 + signal number for a killed command), None while it runs."""
-        return self._guard.poll()
+        status = self._guard.poll()
+        if status is not None:
+            self.ask_to_stop()  # closes the pipe
+        return status
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait for the end; raises subprocess.TimeoutExpired."""
-        return self._guard.wait(timeout_s)
+        self._guard.wait(timeout_s)
+        return self.poll() or 0
 
     def ask_to_stop(self) -> None:
         """Begin to stop (SIGTERM, after the grace SIGKILL) and return at once."""
