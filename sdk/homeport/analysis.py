@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from homeport.breaks import CacheBreak, Reason
 from homeport.explain import explain
@@ -23,7 +23,8 @@ _AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation: its number (from 1), its record, and the breaks found in it."""
+    """One request of a conversation: its number (from 1), its record (without the body: a file may be larger than the
+    memory), and the breaks found in it."""
 
     number: int
     record: Record
@@ -65,7 +66,7 @@ class Conversation:
             self.side_requests += 1
             return
         breaks = tuple(_explained(self._last, record, prices))
-        self.turns.append(Turn(len(self.turns) + 1, record, breaks))
+        self.turns.append(Turn(len(self.turns) + 1, replace(record, body={}), breaks))
         self._tally.add(_entry(self.session, record, prices), breaks)
         self._last = record
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 
 from homeport.breaks import Blame, Detail, Reason
 from homeport.fingerprint import JsonValue, Piece
@@ -271,7 +270,7 @@ _VOLATILE_HINTS = {
 def _history_change(
     before: Prompt, after: Prompt, old: Sequence[Part], new: Sequence[Part], index: int, at: int
 ) -> Finding:
-    if index < len(new) and (finding := _ids_change(before, after, index, at)):
+    if index < len(new) and (finding := _ids_change(before, after, old[index], new[index], at)):
         return finding
     if finding := _reasoning_change(after, old, new, index, at):
         return finding
@@ -297,17 +296,20 @@ def _history_pointer(prompt: Prompt) -> str:
     return next((f"/{name}" for name in ("messages", "input", "prompt") if name in prompt.body), "")
 
 
-def _ids_change(before: Prompt, after: Prompt, index: int, at: int) -> Finding | None:
-    """The part differs, and without tool-call ids it does not."""
-    if after.family.renders_call_ids is False:
+def _ids_change(before: Prompt, after: Prompt, one: Part, other: Part, at: int) -> Finding | None:
+    """Two messages differ, and without tool-call ids they do not."""
+    if after.family.renders_call_ids is False or one.kind != other.kind:
         return None
-    old, new = (
-        prompt_of(prompt.body, prompt.api, prompt.family.name, ids=False).region("messages")
-        for prompt in (before, after)
-    )
-    if index >= min(len(old), len(new)) or old[index].text != new[index].text:
+    if _without_ids(before, one) != _without_ids(after, other):
         return None
-    return Finding(Reason.TOOL_CALL_IDS_CHANGED, _id_pointer(before, after, new[index].pointer), at)
+    return Finding(Reason.TOOL_CALL_IDS_CHANGED, _id_pointer(before, after, other.pointer), at)
+
+
+def _without_ids(prompt: Prompt, part: Part) -> str:
+    """One message rendered alone, without tool-call ids."""
+    name = part.pointer.split("/")[1]
+    alone = {name: [resolve_pointer(prompt.body, part.pointer)]}
+    return prompt_of(alone, prompt.api, prompt.family.name, ids=False).text
 
 
 def _id_pointer(before: Prompt, after: Prompt, pointer: str) -> str:
@@ -367,12 +369,32 @@ def _is_reasoning_item(part: Part) -> bool:
 
 
 def _moved_up(old: Sequence[Part], new: Sequence[Part]) -> bool:
-    """Whether what is still there of earlier messages stands further up: some before it are gone."""
-    matcher = SequenceMatcher(None, [part.text for part in old], [part.text for part in new], autojunk=False)
-    anchors = [match for match in matcher.get_matching_blocks() if match.size]
-    if anchors:
-        return anchors[-1].b < anchors[-1].a
+    """Whether what is still there of earlier messages stands further up: some before it are gone.
+
+    Messages that occur once in both tell the shift; among nothing but repetitions, an alignment a little further down
+    does. Linear: a history may hold thousands of equal messages."""
+    was, now = _places(old), _places(new)
+    for text, place in reversed(was.items()):
+        if place is not None and (there := now.get(text)) is not None:
+            return there < place
+    start = [part.text for part in new[:_ALIGNED]]
+    for shift in range(1, min(len(old), _FURTHEST_SHIFT)):
+        window = [part.text for part in old[shift : shift + _ALIGNED]]
+        if window and window == start[: len(window)]:
+            return True
     return len(new) < len(old)
+
+
+_ALIGNED = 4
+_FURTHEST_SHIFT = 64
+
+
+def _places(parts: Sequence[Part]) -> dict[str, int | None]:
+    """Where each text stands; None for one that stands in several places."""
+    places: dict[str, int | None] = {}
+    for index, part in enumerate(parts):
+        places[part.text] = None if part.text in places else index
+    return places
 
 
 def _same_arguments(before: Prompt, after: Prompt, one: Piece, other: Piece) -> bool:

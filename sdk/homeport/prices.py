@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from functools import cache, lru_cache
 from types import ModuleType
+from urllib.parse import urlsplit
 
 from homeport.usage import Usage
 
@@ -148,7 +149,7 @@ class PriceBook:
         own = self._own.get(model) or next(
             (price for name, price in self._own.items() if "*" in name and fnmatch.fnmatchcase(model, name)), None
         )
-        if own is not None or not self._vendors or not model:
+        if own is not None or not self._vendors or not model or (provider is None and url and _is_local(url)):
             return own
         when = at if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC) if at else datetime.now(UTC)
         if provider is not None:
@@ -234,6 +235,17 @@ def _genai() -> ModuleType | None:
         return importlib.import_module("genai_prices")
     except ImportError:
         return None
+
+
+@lru_cache(maxsize=1024)
+def _is_local(url: str) -> bool:
+    """Whether an address is a host of one's own: a bare name or an IP address. No vendor is; the price data, which take
+    most of a second to load, need not be asked."""
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        return True  # no address at all
+    return "." not in host or host.endswith((".local", ".internal", ".svc")) or not host.rpartition(".")[2].isalpha()
 
 
 @lru_cache(maxsize=4096)
