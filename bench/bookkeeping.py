@@ -100,7 +100,7 @@ def main() -> None:
     config = configuration.parse("regions: {r: {backends: [{name: d0, url: 'http://127.0.0.1:1'}]}}")
     sink = io.StringIO()
     logged = [AccessLog(config.log, sink)]
-    account = Account(config, Metrics(), lambda: ("m",), logged)
+    account = Account(config, Metrics(), lambda name: name == "m", logged)
     one = exchange()
     itl = Metrics().itl
     prom_itl = prom.Histogram("i", "i", buckets=FINE_SECONDS, registry=prom.CollectorRegistry())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from homeport.ledger import Entry, GroupBy, Ledger, Totals
@@ -82,13 +82,13 @@ class RequestLog:
 
 
 class Account:
-    """Books one finished request at a time. ``models`` tells which model names may become label values."""
+    """Books one finished request at a time. ``has_model`` tells which model names may become label values."""
 
     def __init__(
         self,
         config: Config,
         metrics: Metrics,
-        models: Callable[[], Collection[str]],
+        has_model: Callable[[str], bool],
         listeners: Iterable[Listener] = (),
     ) -> None:
         self.metrics = metrics
@@ -98,7 +98,7 @@ class Account:
         """Per ten seconds: (Unix time, prompt tokens, cached tokens) of requests whose cached tokens are known."""
         self._owners: OrderedDict[str, str] = OrderedDict()
         self._entries: list[Entry] = []
-        self._models = models
+        self._has_model = has_model
         self._listeners = list(listeners)
         self._books: dict[str, PriceBook] = {}
         self._default_book: PriceBook | None = None
@@ -117,7 +117,7 @@ class Account:
 
         ``body_bytes``: the length of its body when that is not at hand any more.
         """
-        model = exchange.model if exchange.model in self._models() else "other" if exchange.model else ""
+        model = exchange.model if self._has_model(exchange.model) else "other" if exchange.model else ""
         causes = miss_causes(exchange)
         self._count(exchange, model, causes, len(exchange.body) if body_bytes is None else body_bytes)
         if exchange.api in GENERATING:

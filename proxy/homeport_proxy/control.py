@@ -94,7 +94,7 @@ class Control:
         listeners: list[Listener] = [lambda e, _: self.regions.ended(e.session), self.access_log, self.recorder]
         if config.tracing.enabled:
             listeners.append(Tracing())
-        self.account = Account(config, self.metrics, self.fleet.models, listeners)
+        self.account = Account(config, self.metrics, self.fleet.has_model, listeners)
         self.metrics.watch(self)
         self.fleet.on_change = self._places_changed
         self._places_changed()
@@ -156,6 +156,8 @@ class Control:
         self.regions.reconfigure(config)
         self.admission.reconfigure(config.tenants)
         self.account.reconfigure(config)
+        for router in self.routers.values():
+            router.settings = routing_settings(config)
         self.fleet.reconfigure(config)
         self.discoverer.reconfigure()
         log.info("configuration reloaded")

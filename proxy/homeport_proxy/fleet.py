@@ -59,6 +59,7 @@ class Fleet:
         self.on_change = on_change
         self._discovered: dict[tuple[str, int], list[Backend]] = {}
         self.members: dict[str, Member] = {}
+        self._model_names: tuple[object, frozenset[str]] = (None, frozenset())
         self._rebuild()
 
     def reconfigure(self, config: Config) -> None:
@@ -104,6 +105,13 @@ class Fleet:
     def touch(self) -> None:
         """Something outside the fleet's own knowledge changed what its places are worth."""
         self.on_change()
+
+    def has_model(self, name: str) -> bool:
+        """Whether ``models`` holds a name; asked for every request."""
+        known = tuple(member.models for member in self.members.values())
+        if self._model_names[0] != (known, self.config.models):
+            self._model_names = ((known, self.config.models), frozenset(self.models()))
+        return name in self._model_names[1]
 
     def models(self) -> list[str]:
         """Every model name that can be asked for: those of the file, else those the engines serve."""

@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(cfg.ConfigError, match=r"record\.file"):
         Recorder(a_config("record: {file: /proc/nowhere/x}").record)
     with pytest.raises(cfg.ConfigError, match=r"ledger\.path"):
-        Account(a_config("ledger: {path: /proc/nowhere/x}"), Metrics(), lambda: ())
+        Account(a_config("ledger: {path: /proc/nowhere/x}"), Metrics(), lambda _: False)
     with pytest.raises(cfg.ConfigError, match=r"decisions\.file"):
         Control(a_config(f"decisions: {{file: {tmp_path}}}"))
 

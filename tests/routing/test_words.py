@@ -105,11 +105,16 @@ def test_only_the_failed_backends_sessions_move() -> None:
             assert (decided, place) == (Word.HOME, home)
 
 
-def test_a_drained_home_moves_at_the_next_request() -> None:
+def test_a_draining_home_keeps_its_active_sessions_takes_no_new_ones_and_is_left_when_idle() -> None:
     fleet = Fleet(*FOUR)
     _, home = word(fleet, request("s", 30))
     fleet.router.set_state(home, "draining", fleet.now_s)
-    decided, place = word(fleet, request("s", 31))
+    for turn in range(31, 34):
+        assert word(fleet, request("s", turn)) == (Word.HOME, home)
+        fleet.now_s += 20
+    assert home not in {word(fleet, request(f"new{n}", 30))[1] for n in range(12)}
+    fleet.now_s += 61
+    decided, place = word(fleet, request("s", 34))
     assert decided is Word.MOVED
     assert place != home
     fleet.router.set_state(home, "up", fleet.now_s)

@@ -68,7 +68,7 @@ def _usable(places: Sequence[PlaceView], home: PlaceView | None) -> list[PlaceVi
     hosts = [place for place in places if place.role != "prefill"]
     if not hosts:
         raise NoPlaceError("no backend that can decode serves this model")
-    open_hosts = [place for place in hosts if place.state in ("up", "unknown")]
+    open_hosts = [place for place in hosts if place.state in ("up", "unknown") or _bound(place)]
     if not open_hosts:
         open_hosts = [place for place in hosts if place.state == "down"]
         if not open_hosts:
@@ -77,6 +77,11 @@ def _usable(places: Sequence[PlaceView], home: PlaceView | None) -> list[PlaceVi
     rested = [place for place in open_hosts if not place.cooling or place is home]
     prefills = [place for place in places if place.role == "prefill" and place.state in ("up", "unknown")]
     return (rested or open_hosts) + ([place for place in prefills if not place.cooling] or prefills)
+
+
+def _bound(place: PlaceView) -> bool:
+    """A draining place takes no new sessions; those that are active there go on."""
+    return place.state == "draining" and place.bound
 
 
 def _word(
@@ -91,7 +96,7 @@ def _word(
         return Word.PLACED, f"first request of the session, {why}", kept
     if place is home:
         return Word.HOME, f"home, {held}", home.name
-    if home.state == "draining":
+    if home.state == "draining" and not home.bound:
         return Word.MOVED, f"home {home.name} is draining", home.name if request.kind == "side" else place.name
     if home.state == "down":
         gone = home.down_s >= settings.gone_after_s and request.kind != "side"

@@ -348,6 +348,7 @@ class Router:
             view.host_tokens = index.host_tokens(name, request)
             view.confidence = place.confidence.of(request.api)
             view.home = name == home
+            view.bound = view.home and now_s - session.last_used_s < self.settings.drain_idle_s
             view.parent = name == parent_home
             view.dearer_times = session.dearer_times if view.home else 0
             views.append(view)

@@ -72,7 +72,7 @@ def _place(name: str, place: Place, sessions: SessionTable, queues: VirtualQueue
 def session_view(session: Session, places: Mapping[str, Place]) -> SessionView:
     """A session for the admin API and the cache header."""
     home = places.get(session.home) if session.home is not None else None
-    warm = home is not None and home.state in ("up", "unknown") and home.cold_since_s < session.last_used_s
+    warm = home is not None and home.state != "down" and home.cold_since_s < session.last_used_s
     return SessionView(
         session=session.name,
         home=session.home,

@@ -158,6 +158,8 @@ class RoutingSettings:
     move_margin_s: float = 1.0
     move_after: int = 3
     gone_after_s: float = 15.0
+    drain_idle_s: float = 60.0
+    """A session stays at a draining home until it was idle for this long."""
     idle_ttl_s: float = 3600.0
     max_sessions: int = 100_000
     index_bytes: int = 256 * 1024 * 1024
@@ -200,6 +202,8 @@ class PlaceView:
     """Tokens after the cached ones that lie in a tier of the engine to be loaded from (host memory, a store)."""
     confidence: float = 1.0
     home: bool = False
+    bound: bool = False
+    """The home of a session that is active: it may finish there while the place drains."""
     parent: bool = False
     """The parent session's home."""
     dearer_times: int = 0
