@@ -45,7 +45,7 @@ def fleet(*options: str) -> Iterator[Fleet]:
         if not line:
             raise DemoError(f"the engines did not come up (`homeport up` exited with {process.wait()})")
         ready = json.loads(line)
-        yield Fleet(ready["base_url"], ready["model"], tuple(engine["url"] for engine in ready["backends"]))
+        yield Fleet(ready["base_url"], ready["model"], tuple(engine["url"] for engine in ready["engines"]))
     finally:
         process.send_signal(signal.SIGINT)
         try:

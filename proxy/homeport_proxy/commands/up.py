@@ -16,6 +16,7 @@ from homeport.fingerprint import JsonValue
 from homeport_engines.cachedir import cache_dir
 from homeport_engines.launch import SPECULATION, LaunchError, Speculation, speculation
 from homeport_engines.vllm import cpu
+from homeport_proxy.config import Policy
 from homeport_proxy.local import checks
 from homeport_proxy.local.display import start_display
 from homeport_proxy.local.plan import EngineName, Plan, Wanted, make_plan
@@ -52,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="threads of each CPU engine (default: all cores, decode half)"
     )
+    parser.add_argument("--policy", choices=get_args(Policy), help="how the proxy places requests (default: cost)")
     parser.add_argument(
         "--timeout", type=float, default=600, metavar="S", help="for the engines (default: %(default)s)"
     )
@@ -104,6 +106,7 @@ def plan_from(args: argparse.Namespace) -> Plan:
         spec=_spec_for_config(args.spec, spec),
         tool_parser=args.tool_parser,
         min_uncached_tokens=args.min_uncached_tokens,
+        policy=args.policy,
         kv_gib=args.kv_gib,
         cpu_threads=args.threads,
     )

@@ -41,6 +41,7 @@ class Wanted:
     cpu_threads: int | None = None
     kv_gib: int = 1
     min_uncached_tokens: int | None = None
+    policy: str | None = None
     program: tuple[str, ...] | None = None
     engine_env: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 0
@@ -160,6 +161,8 @@ def _proxy_config(wanted: Wanted, engines: tuple[PlannedEngine, ...]) -> dict[st
     }
     if wanted.min_uncached_tokens is not None:
         config["disaggregation"] = {"min_uncached_tokens": wanted.min_uncached_tokens}
+    if wanted.policy is not None:
+        config["routing"] = {"policy": wanted.policy}
     return config
 
 
