@@ -145,12 +145,15 @@ def _codex(command: tuple[str, ...], target: Target, _: Mapping[str, str], __: P
 
 def _claude(command: tuple[str, ...], target: Target, environment: Mapping[str, str], _: Path) -> Overlay:
     """No billing line before everything else in the prompt: it differs with every first message and sub-agent."""
+    context_tokens = next((model.context_tokens for model in target.models if model.name == target.model), None)
     chosen = {
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "ANTHROPIC_MODEL": environment.get("ANTHROPIC_MODEL") or target.model,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": environment.get("ANTHROPIC_DEFAULT_HAIKU_MODEL") or target.model,
     }
+    if context_tokens and "CLAUDE_CODE_MAX_CONTEXT_TOKENS" not in environment:
+        chosen["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(context_tokens)
     return Overlay("claude", command, chosen)
 
 

@@ -39,13 +39,8 @@ _CLAUDE_BILLING = Declared(
 )
 # OpenCode 1.18: the environment block of the system prompt, with working folder, git flag and "Today's date"
 _OPENCODE_ENV = Declared("opencode:env", re.compile(r"<env>\n(?:[ \t]+\S[^\n]*\n)+[ \t]*</env>"), "freeze", "date")
-# Qwen Code 0.24: a git status snapshot in the system prompt
-_QWEN_GIT = Declared(
-    "qwen-code:git",
-    re.compile(r"(?m)^(?:#+ |\*\*)?Git [Ss]tatus\b[^\n]*\n(?:(?!^#)[^\n]*\S[^\n]*\n)*"),
-    "freeze",
-    "git",
-)
+# Qwen Code 0.24: a git snapshot in the system prompt, before its tools; every process takes a new one, resumed or not
+_QWEN_GIT = Declared("qwen-code:git", re.compile(r"(?m)^```text\n(?:git: [^\n]*\n)+```$"), "freeze", "git")
 # Kilo 7.7 puts "Message time" into each user message once and sends it again unchanged: append-only, nothing to do
 
 PROFILES: dict[str, Profile] = {

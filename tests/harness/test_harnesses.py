@@ -82,17 +82,18 @@ async def test_a_session_stays_at_home_and_returns(tmp_path: Path, name: str) ->
         assert len(mine) >= 4
         again = await harness.run("And once more.", resume=True)
         assert again.status == 0, again.err
-        sessions = by_session(await at.main())
-        assert len(sessions) == 1, [(key[:8], len(one)) for key, one in sessions.items()]
-        (requests,) = sessions.values()
+        requests = await at.main()
+        sessions = by_session(requests)
+        # Qwen Code writes its first message anew when it resumes: a new conversation, at the same home by its prefix
+        assert len(sessions) == (2 if name == "qwen" else 1), [(key[:8], len(one)) for key, one in sessions.items()]
         assert len(requests) >= len(mine) + 2
         assert {one["backend"] for one in requests} == {requests[0]["backend"]}
-        assert [one["decision"] for one in requests] == ["placed"] + ["home"] * (len(requests) - 1)
+        assert {one["decision"] for one in requests[1:]} <= ({"home", "placed"} if name == "qwen" else {"home"})
         for one in requests[1:]:
             assert one["tokens"]["cached"] > 0.9 * one["tokens"]["prompt"], one["tokens"]
         await books_agree(at)
         own = [line for line in first.report if line["requests"]]
-        assert [line["session"] for line in own] == list(sessions)
+        assert [line["session"] for line in own] == [mine[0]["session"]]
         cached, prompt = own[0]["cached_tokens"], own[0]["prompt_tokens"]
         assert (cached, prompt) == tuple(sum(one["tokens"][key] for one in mine) for key in ("cached", "prompt"))
         print(f"{name}: {len(requests)} requests, {cached / prompt:.3f} of the first run's prompt tokens cached")

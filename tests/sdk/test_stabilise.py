@@ -411,12 +411,13 @@ def test_opencodes_environment_block_is_frozen() -> None:
 
 def test_qwen_codes_git_status_is_frozen() -> None:
     def body(status: str) -> dict:
-        text = f"# Core\nBe safe.\n\n# Git Status\nOn branch main\n{status}\n\n# Final\nAct."
+        snapshot = f"git: Current branch: main\ngit: Status:\n{status}\ngit: Recent commits:\ngit: 26ff2aa first"
+        text = f"# Core\nBe safe.\n\nGit snapshot at conversation start.\n```text\n{snapshot}\n```\n\n---\n\n# Final"
         return {"messages": [{"role": "system", "content": text}]}
 
     rules = PROFILES["qwen-code"].rules_for("127.0.0.1")
-    first = stabilise(body("nothing to commit"), rules=rules)
-    assert stabilise(body("M src/a.py\nM src/b.py"), first.state, rules=rules).body == first.body
+    first = stabilise(body("git: (clean)"), rules=rules)
+    assert stabilise(body("git: M src/a.py\ngit: ?? src/b.py"), first.state, rules=rules).body == first.body
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ HOMEPORT = str(Path(sys.prefix) / "bin" / "homeport")
         (["python", "agent.py"], "python", (), {"OPENAI_BASE_URL": "http://127.0.0.1:8080/v1", "OPENAI_API_KEY": KEY}),
         (["claude", "-p", "hi"], "claude", (), {"CLAUDE_CODE_ATTRIBUTION_HEADER": "0", "ANTHROPIC_MODEL": "tiny"}),
         (["/opt/bin/claude"], "claude", (), {"ANTHROPIC_BASE_URL": "http://127.0.0.1:8080"}),
+        (["claude"], "claude", (), {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": "8192"}),
         (["npx", "-y", "@openai/codex@0.171.0", "exec"], "codex", ('model="tiny"',), {}),
         (["codex", "exec", "hi"], "codex", ('model_providers.homeport.wire_api="responses"',), {}),
         (["qwen", "-p", "hi"], "qwen", ("--auth-type", "openai"), {"OPENAI_MODEL": "tiny"}),
