@@ -15,7 +15,6 @@ from homeport.runtime import Observation, Remembered, now_s, observe, runtime
 from homeport.session import Session, affinity_id, affinity_uuid, current
 from homeport.spans import Document
 from homeport.stabilise import Body, ToolOrder, stabilise
-from homeport.tokens import calibration
 from homeport.trace import span_now, usage_attributes
 from homeport.usage import UsageMeter
 from homeport.volatile import Declared, declared, mask
@@ -249,11 +248,6 @@ def finished(
     # a side request stands beside the conversation: it is compared with nothing, and nothing with it
     beside = call.session.kind == "side"
     previous = None if beside else runtime().keep_body(call.memory, call.body, call.size_bytes)
-    if usage.input_tokens:
-        with call.memory.lock:
-            prompt_bytes = sum(part.size for part in call.memory.prompt.segments(call.api, call.body))
-        model = call.body.get("model")
-        calibration.learn(model if isinstance(model, str) else "", prompt_bytes, usage.input_tokens)
     usage_attributes(call.span, usage, call.session.affinity, headers)
     observe(
         Observation(
@@ -272,5 +266,6 @@ def finished(
             diagnostics=diagnostics,
             request_id=headers.get("x-homeport-request-id") or headers.get("x-request-id"),
             request_headers=call.request_headers,
-        )
+        ),
+        call.memory,
     )

@@ -164,6 +164,11 @@ class Incremental:
         """Memory held, in bytes, roughly."""
         return sum(200 + len(known.rest) + 40 * len(known.blocks) for known in self._known)
 
+    @property
+    def last_digest(self) -> bytes | None:
+        """The digest of the whole prompt of the last call; None before the first."""
+        return self._known[-1].segment.digest if self._known else None
+
     def segments(self, api: Api, body: Mapping[str, JsonValue]) -> list[Segment]:
         """As :func:`segments`."""
         self._follow(api, body)

@@ -23,7 +23,10 @@ from homeport.prices import PriceBook
 from homeport.report import SessionReport, SessionTally
 from homeport.session import Session, affinity_id
 from homeport.stabilise import State
+from homeport.templates import family_of
+from homeport.tokens import calibration
 from homeport.usage import Usage
+from homeport.worker import Worker
 
 MAX_SESSIONS = 4_096
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -45,6 +48,8 @@ class Remembered:
     prompt: Incremental = field(default_factory=Incremental)
     """Its prompt's segments as of the last answer, digests only."""
     tally: SessionTally = field(init=False)
+    input_tokens: int | None = None
+    """The size of its prompt as of the last answer."""
     shares_parent_head: bool | None = None
     """Decided at the first request of a sub-agent, then kept."""
 
@@ -170,13 +175,28 @@ def configure(*, ledger: Ledger | None = None) -> None:
         _runtime.ledger = ledger
 
 
-def observe(observation: Observation) -> None:
-    """Enter one answered request into the books, with the cause when cached tokens were lost."""
-    for watcher in list(_runtime.watchers):
+_books = Worker("homeport-books")
+
+
+def observe(observation: Observation, memory: Remembered) -> None:
+    """Enter one answered request into the books, with the cause when cached tokens were lost; soon, and in order."""
+    runtime = _runtime
+    _books.do(lambda: _enter(runtime, observation, memory))
+
+
+def drain(timeout_s: float = 30.0) -> None:
+    """Wait until every answer so far is in the books."""
+    _books.drain(timeout_s)
+
+
+def _enter(runtime: Runtime, observation: Observation, memory: Remembered) -> None:
+    for watcher in list(runtime.watchers):
         watcher(observation)
-    breaks = _breaks(observation)
+    with memory.lock:
+        continues = _calibrate(observation, memory)
+    breaks = _breaks(runtime, observation, memory, continues)
     model = observation.body.get("model")
-    entry = _runtime.ledger.record(
+    entry = runtime.ledger.record(
         observation.usage,
         model=model if isinstance(model, str) else "",
         session=observation.session.id,
@@ -188,12 +208,31 @@ def observe(observation: Observation) -> None:
         lost_tokens=breaks[0].lost_tokens if breaks else None,
         url=observation.url,
     )
-    memory = _runtime.remembered(observation.session)
     with memory.lock:
         memory.tally.add(entry, breaks)
+        memory.input_tokens = observation.usage.input_tokens
 
 
-def _breaks(observation: Observation) -> Sequence[CacheBreak]:
+def _calibrate(observation: Observation, memory: Remembered) -> bool:
+    """Learn from a counted prompt; returns whether it continues the session's prompt before."""
+    before = memory.prompt.last_digest
+    parts = memory.prompt.segments(observation.api, observation.body)
+    model = observation.body.get("model")
+    if isinstance(model, str):
+        calibration.learn(model, sum(part.size for part in parts), observation.usage.input_tokens)
+    return before is not None and any(part.digest == before for part in parts)
+
+
+_NO_BREAK_TOKENS = 1024
+
+
+def _breaks(runtime: Runtime, observation: Observation, memory: Remembered, continues: bool) -> Sequence[CacheBreak]:
+    cached = observation.usage.cached_tokens
+    if continues and cached and memory.input_tokens is not None and observation.diagnostics is None:
+        model = observation.body.get("model")
+        family = family_of(model if isinstance(model, str) else "", observation.api)
+        if memory.input_tokens - cached <= _NO_BREAK_TOKENS and family.reasoning != "dropped_at_user_turn":
+            return ()  # the whole prompt before was read: nothing to explain, and explaining is the dear part
     try:
         return explain(
             observation.previous,
@@ -203,7 +242,7 @@ def _breaks(observation: Observation) -> Sequence[CacheBreak]:
             response_headers=observation.response_headers,
             elapsed_s=observation.since_last_s,
             url=observation.url,
-            prices=_runtime.ledger.prices,
+            prices=runtime.ledger.prices,
             at=observation.started_at,
         )
     except Exception as error:
@@ -214,6 +253,7 @@ def _breaks(observation: Observation) -> Sequence[CacheBreak]:
 def report(session_id: str | Session, *, namespace: str = "") -> SessionReport:
     """What a session used, saved and lost, with the cause of each break; from the ledger when this process has
     forgotten the session or never knew it."""
+    drain()
     name, space = _key(session_id, namespace)
     memory = _runtime.find(name, space)
     if memory is not None:
@@ -231,6 +271,7 @@ def finish(session_id: str | Session, *, namespace: str = "", timeout_s: float =
     away. Leaving a ``with homeport.session(...)`` block does not do this. Never raises for a proxy that cannot be
     reached; waits at most ``timeout_s`` for each.
     """
+    drain()
     name, space = _key(session_id, namespace)
     _runtime.forget(name, space)
     for root, digest in _runtime.proxies_of(affinity_id(space, name)):

@@ -22,7 +22,7 @@ import pytest
 
 from homeport.explain import explain
 from homeport.fingerprint import Segment, segments
-from homeport.runtime import Observation, runtime
+from homeport.runtime import Observation, drain, runtime
 from homeport.session import Session
 from homeport.transport import attach
 
@@ -65,6 +65,7 @@ class PromptWatch:
 
     def check(self) -> None:
         """Raise AssertionError that names every request which broke the prompt."""
+        drain()
         if self.broken:
             raise AssertionError("prompts are not append-only:\n" + "\n".join(map(str, self.broken)))
 
@@ -100,5 +101,6 @@ def append_only() -> Iterator[PromptWatch]:
     try:
         yield watch
     finally:
+        drain()
         watchers.remove(watch.watch)
     watch.check()

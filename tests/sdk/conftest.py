@@ -20,4 +20,5 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     runtime = homeport.runtime.Runtime()
     monkeypatch.setattr(homeport.runtime, "_runtime", runtime)
     yield
+    homeport.runtime.drain()
     runtime.ledger.close()

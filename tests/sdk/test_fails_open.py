@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 
 import httpx2
 import pytest
@@ -17,12 +17,13 @@ import homeport.runtime
 from homeport.failures import reset_failures
 from homeport.transport import attach
 from homeport.volatile import forget_declared
+from homeport.worker import _Job
 from sdk.tiny_server import Answer, Seen, TinyServer, chat, chat_answer, serving
 
 MODULES = (
     "breaks", "call", "canonical", "conversations", "diagnostics", "explain", "explicit", "fingerprint", "ledger",
     "mcp_names", "parting", "prices", "profiles", "prompt", "providers", "redaction", "report", "runtime", "session",
-    "spans", "sse", "stabilise", "tap", "templates", "tokens", "trace", "transport", "usage", "volatile",
+    "spans", "sse", "worker", "stabilise", "tap", "templates", "tokens", "trace", "transport", "usage", "volatile",
 )  # fmt: skip
 
 # the guards themselves: each is a try around one call, and hands the caller's own bytes on
@@ -76,6 +77,11 @@ def answers(seen: Seen) -> Answer:
     return chat(seen) if seen.body.get("stream") else chat_answer(headers={"x-homeport-session": "d1"})
 
 
+# put behind the work of a run, to wait for it without Homeport's own functions; made before any fault is injected
+BARRIERS = [_Job(lambda: None) for _ in range(2_000)]
+homeport.runtime._books.do(lambda: None)  # starts the thread
+
+
 class Bench:
     """One client and one server; :meth:`run` sends two turns and a sub-agent's request, streamed or not."""
 
@@ -91,6 +97,9 @@ class Bench:
             content = json.dumps({**body, "stream": stream})
             with self.client.stream("POST", f"{self.server.base_url}/chat/completions", content=content) as answer:
                 read.append(b"".join(answer.iter_raw()))
+        barrier = BARRIERS.pop()
+        homeport.runtime._books._queue.put(barrier)
+        assert barrier.done.wait(20)
         return [request.content for request in self.server.seen], read
 
 
@@ -131,7 +140,7 @@ def inject(name: str, monkeypatch: pytest.MonkeyPatch, called: list[str]) -> Non
     original = inspect.getattr_static(owner, attribute)
 
     def fault(*args: object, **kwargs: object) -> object:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread().name == "homeport-ledger":
             return original(*args, **kwargs)  # the ledger's writer: not on the path of a request
         called.append(name)
         raise InjectedError(name)
@@ -151,11 +160,19 @@ def sound(bench: Bench) -> Iterator[tuple[list[bytes], list[bytes], set[CodeType
     with pytest.MonkeyPatch.context() as patch:
         fresh_process(patch)
         ran: set[CodeType] = set()
-        sys.setprofile(lambda frame, event, _: ran.add(frame.f_code) if event == "call" else None)
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            if event == "call":
+                ran.add(frame.f_code)
+
+        books = homeport.runtime._books._queue
+        books.put(_Job(lambda: sys.setprofile(note)))
+        sys.setprofile(note)
         try:
             seen, read = bench.run()
         finally:
             sys.setprofile(None)
+            books.put(_Job(lambda: sys.setprofile(None)))
         yield seen, read, ran
 
 
