@@ -1,0 +1,100 @@
+"""status, why, drain and undrain against a running proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+from aiohttp import web
+
+from homeport.cli import main
+from homeport_proxy import config as cfg
+from homeport_proxy.control import Control
+from proxy.control_kit import engine, serving
+from proxy.test_admin import exchange
+
+
+@contextlib.contextmanager
+def running(extra: str = "") -> Iterator[tuple[str, Control]]:
+    """A control plane with its routes, in a thread of its own: commands block."""
+    ready, stop = threading.Event(), asyncio.Event()
+    found: list[tuple[str, Control, asyncio.AbstractEventLoop]] = []
+
+    async def serve() -> None:
+        async with engine() as stub:
+            text = f"regions: {{r: {{backends: [{{name: d0, url: '{stub.url}'}}]}}}}\nlog: {{level: error}}\n{extra}"
+            control = Control(cfg.parse(text))
+            await control.start()
+            control.account.done(exchange("req-1"))
+            app = web.Application()
+            app.add_routes(control.routes())
+            async with serving(app) as url:
+                found.append((url, control, asyncio.get_running_loop()))
+                ready.set()
+                await stop.wait()
+            await control.stop()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(30)
+    url, control, loop = found[0]
+    try:
+        yield url, control
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+
+
+def test_status_shows_the_fleet_and_gives_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as (url, _):
+        assert main(["status", "--url", url]) == 0
+        out = capsys.readouterr().out
+        assert main(["status", "--url", url + "/v1", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+    assert "d0" in out
+    assert "cached share 64.0%" in out
+    assert document["regions"]["r"]["backends"][0]["state"] == "up"
+
+
+def test_why_tells_where_time_and_tokens_went(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as (url, _):
+        assert main(["why", "req-1", "--url", url]) == 0
+        out = capsys.readouterr().out
+        assert main(["why", "unknown", "--url", url]) == 1
+        error = capsys.readouterr().err
+    for said in ("home: d0 because home", "found in the cache", "computed: evicted", "until the first token"):
+        assert said in out
+    assert error.startswith("homeport: No request of that id")
+
+
+def test_drain_and_undrain(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as (url, control):
+        assert main(["drain", "d0", "--carry", "--url", url]) == 0
+        assert "d0: draining (KV is not carried" in capsys.readouterr().out
+        assert control.health.state(control.fleet.members["d0"]) == "draining"
+        assert main(["undrain", "d0", "--url", url]) == 0
+        assert main(["drain", "d9", "--url", url]) == 1
+        assert "known are d0, r" in capsys.readouterr().err
+
+
+def test_a_key_is_taken_from_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOMEPORT_ADMIN_KEY", "right")
+    with running("admin: {key_env: HOMEPORT_ADMIN_KEY}") as (url, _):
+        assert main(["status", "--url", url]) == 0
+        monkeypatch.setenv("OTHER", "wrong")
+        assert main(["status", "--url", url, "--key-env", "OTHER"]) == 1
+    assert "Set OTHER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "ftp://x", "nonsense"])
+def test_a_proxy_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    assert main(["status", "--url", url]) == 1
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert "Traceback" not in error
