@@ -112,7 +112,7 @@ def _find(before: Prompt | None, now: Prompt, diagnostics: object, answer: _Answ
         return finding
     if finding is not None:
         return None if _was_read(finding, before, now, answer) else finding
-    return _template_loss(before, now, answer) or _unread(before, now, answer)
+    return _template_loss(before, now, answer) or _cut_short(before, now, answer) or _unread(before, now, answer)
 
 
 def _was_read(finding: Finding, before: Prompt, now: Prompt, answer: _Answer) -> bool:
@@ -122,6 +122,15 @@ def _was_read(finding: Finding, before: Prompt, now: Prompt, answer: _Answer) ->
         return False
     common, whole = (answer.tokens(chars, now) for chars in (finding.at, len(before.text)))
     return answer.usage.cached_tokens > (common + max(common, whole)) / 2
+
+
+def _cut_short(before: Prompt, now: Prompt, answer: _Answer) -> Finding | None:
+    """The end of the history is gone: nothing of what is left has to be computed again, but it is no continuation."""
+    shorter = len(now.region("messages")) < len(before.region("messages"))
+    if answer.usage is not None or not shorter or not before.text.startswith(now.text):
+        return None
+    pointer = next((f"/{name}" for name in ("messages", "input", "prompt") if name in now.body), "")
+    return Finding(Reason.HISTORY_TRUNCATED, pointer, len(now.text), lost_tokens=0)
 
 
 def _template_loss(before: Prompt, now: Prompt, answer: _Answer) -> Finding | None:
@@ -239,9 +248,9 @@ def _by_route(answer: _Answer) -> Finding:
     word = answer.headers.get("x-homeport-decision", "")
     if word in _ELSEWHERE_HINTS:
         return Finding(Reason.ROUTED_ELSEWHERE, hint=_ELSEWHERE_HINTS[word])
+    if answer.elapsed_s is not None and answer.elapsed_s > _LONGEST_TTL_S:
+        return Finding(Reason.EXPIRED)
     if word == "placed":
-        if answer.elapsed_s is not None and answer.elapsed_s > _LONGEST_TTL_S:
-            return Finding(Reason.EXPIRED)
         return Finding(Reason.ROUTED_ELSEWHERE)
     return Finding(Reason.EVICTED, blame=Blame.ENGINE if word == "home" else None)
 

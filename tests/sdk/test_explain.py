@@ -254,6 +254,7 @@ CASES: dict[str, Case] = {
     "evicted: within the lifetime": unread(
         marked("/messages/2/content/0", ttl="1h"), Reason.EVICTED, Blame.UNKNOWN, elapsed_s=3599.0
     ),
+    "expired: at home": unread(chat(), Reason.EXPIRED, Blame.ENGINE, response_headers=HOME, elapsed_s=3601.0),
     "cold_start": Case(None, chat(), Reason.COLD_START, Blame.UNKNOWN),
     "template_inherent": Case(THINKS, grown(THINKS), Reason.TEMPLATE_INHERENT, Blame.TEMPLATE, "/messages/2"),
     "not_reported": unread(chat(), Reason.NOT_REPORTED, Blame.UNKNOWN, usage=usage(None)),
@@ -314,7 +315,9 @@ class TestNoBreak:
         assert explain(responses(), grown(other)) == []
 
     def test_a_conversation_cut_short_loses_nothing(self) -> None:
-        assert explain(grown(chat()), chat()) == []
+        (found,) = explain(grown(chat()), chat())
+        assert (found.reason, found.lost_tokens) == (Reason.HISTORY_TRUNCATED, 0)
+        assert explain(grown(chat()), chat(), usage(3990)) == []
 
     def test_tool_call_ids_where_no_template_renders_them(self) -> None:
         gpt = chat(model="gpt-5")
@@ -563,7 +566,7 @@ def test_the_offset_is_where_the_prompts_part(before: Any, after: Any) -> None:
         one, other = ("".join(piece.text for piece in render("chat", body)).encode() for body in (before, after))
         assert one[: found.offset] == other[: found.offset]
         assert found.lost_tokens is not None
-        assert 0 < found.lost_tokens <= len(one)
+        assert 0 <= found.lost_tokens <= len(one)
 
 
 @settings(deadline=None, max_examples=40)
