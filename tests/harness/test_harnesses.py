@@ -129,7 +129,7 @@ async def test_sub_agents_are_sticky_and_name_their_parent(tmp_path: Path) -> No
 @pytest.mark.parametrize(("name", "flags"), [("claude", []), ("codex", ["-c", "agents.max_threads=8"])])
 async def test_eight_at_once_spread_and_the_parent_never_moves(tmp_path: Path, name: str, flags: list[str]) -> None:
     """Each sub-agent has a long task of its own: more than one engine could begin at once."""
-    async with fleet(tmp_path, [ScriptedEngine(tokens_per_s=4000) for _ in range(3)]) as at:
+    async with fleet(tmp_path, [ScriptedEngine(tokens_per_s=12000) for _ in range(3)]) as at:
         harness = Harness(name, tmp_path / "home", tmp_path / "project", at.url)
         done = await harness.run("script:crew", flags=flags)
         assert done.status == 0, done.err
@@ -142,14 +142,18 @@ async def test_eight_at_once_spread_and_the_parent_never_moves(tmp_path: Path, n
 
 
 async def family(at: Fleet) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
-    """The parent's requests and each child's; all sticky, the parent never moved."""
+    """The parent's requests and each child's. Nobody's home changes: what is not at home was spilled "this once"."""
     sessions = by_session(await at.main())
     (parent,) = [one for one in sessions.values() if one[0]["kind"] == "main"]
     children = [one for one in sessions.values() if one[0]["kind"] == "subagent"]
     assert len(parent) >= 3
     for requests in (parent, *children):
-        assert len({one["backend"] for one in requests}) == 1, [(one["backend"], one["decision"]) for one in requests]
-        assert [one["decision"] for one in requests] == ["placed", *["home"] * (len(requests) - 1)]
+        words = [one["decision"] for one in requests]
+        assert words[0] == "placed"
+        assert set(words[1:]) <= {"home", "spill"}, words
+        assert {one["backend"] for one in requests if one["decision"] != "spill"} == {requests[0]["backend"]}
+    decisions = [one["decision"] for requests in (parent, *children) for one in requests]
+    assert decisions.count("spill") <= len(decisions) / 4, decisions
     return parent, children
 
 
