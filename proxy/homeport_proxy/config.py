@@ -330,11 +330,20 @@ class Affinity(Section):
 
 
 class Routing(Section):
-    """Which policy decides, which others only decide on paper, and how uneven in-flight tokens may get."""
+    """Which policy decides, which others only decide on paper, and how uneven in-flight tokens may get.
+
+    ``late_binding``: hold a request until its engine is nearly free. ``hold_new_sessions_above``: while live context
+    exceeds this multiple of all KV capacity, new sessions wait (null: never). ``drain_idle_s``: a session leaves a
+    draining backend once idle this long. ``index_mb``: memory of the prefix index.
+    """
 
     policy: Policy = "cost"
     load_bound: Annotated[float, Field(ge=1.0)] = 1.25
     shadow: list[Policy] = Field(default_factory=list)
+    late_binding: bool = True
+    hold_new_sessions_above: PositiveFloat | None = None
+    drain_idle_s: PositiveFloat = 60.0
+    index_mb: PositiveInt = 256
 
 
 class Disaggregation(Section):

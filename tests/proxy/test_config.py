@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,16 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(cfg.ConfigError, match="give an existing file") as caught:
         cfg.load(tmp_path / "none.yaml")
     assert len(caught.value.errors) == 1
+
+
+def test_the_documented_file_is_the_default_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 4
+    documented, plain = cfg.parse(blocks[1]), cfg.parse(blocks[0])
+    for name in set(cfg.Config.model_fields) - {"models", "regions", "affinity"}:
+        assert getattr(documented, name) == getattr(plain, name), name
+    told = set(documented.here.backends[0].model_dump())
+    assert all(re.search(rf"\b{key}:", blocks[1]) for key in told), "every key of a backend is named"
+    cfg.parse(MINIMAL + blocks[2])
+    cfg.parse("regions:\n  local:\n" + "".join(f"    {line}\n" for line in blocks[3].splitlines()))
