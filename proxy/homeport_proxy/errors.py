@@ -41,6 +41,8 @@ class ProxyError(Exception):
         may_be_generating: bool = False,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        # it may quote what a client sent, half a surrogate pair included, which no answer could carry
+        message = message.encode("utf-8", "replace").decode()
         super().__init__(message)
         self.status = status
         self.code = code

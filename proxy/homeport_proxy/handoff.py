@@ -146,7 +146,7 @@ class Attempt:
     ) -> None:
         self._abort_open()
         if self.held is not None and isinstance(error, asyncio.CancelledError):
-            self._free(self.held)
+            _free(self._desk, self._exchange, self._job, self.held)
             self.held = None
 
     def _abort_open(self) -> None:
@@ -438,17 +438,6 @@ class Attempt:
         retry_after_s = _retry_after_s(head) if head is not None else None
         self._desk.health.ended(record.place, part, result, retry_after_s=retry_after_s)
 
-    def _free(self, held: Held) -> None:
-        """The client left with parameters in our hand: let the decode engine tell the prefill engine to free."""
-        try:
-            engine = self._desk.engines.of(held.pair.decode.name)
-        except KeyError:
-            return
-        if held.usable(self._loop.time()):
-            leg = held.transfer.decode_leg(self._text_api, held.pair, held.params)
-            request_id = f"{self._exchange.request_id[:96]}-free-{secrets.token_hex(4)}"
-            self._desk.orphans.free(engine, self._job.for_engine(engine, leg, request_id))
-
     @property
     def _text_api(self) -> Api:
         return cast("Api", self._job.api.name)
@@ -491,10 +480,29 @@ async def answer(desk: Desk, exchange: Exchange, job: Job, downstream: Downstrea
                 break
             second_chance = False
             held = None
-        if await desk.placer.again(ticket, frozenset(tried)) is None:
+        try:
+            again = await desk.placer.again(ticket, frozenset(tried))
+        except asyncio.CancelledError:
+            if held is not None:
+                _free(desk, exchange, job, held)
+            raise
+        if again is None:
             break
         exchange.retries += 1
     _give_up(exchange, downstream, refusal, fault)
+
+
+def _free(desk: Desk, exchange: Exchange, job: Job, held: Held) -> None:
+    """The client left with parameters in our hand: let the decode engine tell the prefill engine to free."""
+    if not held.usable(asyncio.get_running_loop().time()):
+        return
+    try:
+        engine = desk.engines.of(held.pair.decode.name)
+    except KeyError:
+        return  # the backend is gone from the configuration
+    leg = held.transfer.decode_leg(cast("Api", job.api.name), held.pair, held.params)
+    request_id = f"{exchange.request_id[:96]}-free-{secrets.token_hex(4)}"
+    desk.orphans.free(engine, job.for_engine(engine, leg, request_id))
 
 
 def _decision(ticket: Ticket) -> Decision:

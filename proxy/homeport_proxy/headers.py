@@ -32,7 +32,7 @@ _REQUEST_DENY = HOP_BY_HOP | {
     b"x-data-parallel-rank",
     b"http2-settings",
 }
-_RESPONSE_DENY = HOP_BY_HOP | {b"content-length", b"x-request-id", b"request-id", b"endpoint-load-metrics"}
+_RESPONSE_DENY = HOP_BY_HOP | {b"content-length", b"x-request-id", b"request-id"}
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -125,7 +125,8 @@ def of_exchange(exchange: Exchange) -> dict[str, str]:
     decision = exchange.decision
     if decision is not None:
         added["x-homeport-decision"] = decision.word.value
-        added["x-homeport-reason"] = _plain(decision.reason)
+        reasons = [exchange.region_reason, decision.reason]
+        added["x-homeport-reason"] = _plain("; ".join(reason for reason in reasons if reason))
         if decision.expected_cached_tokens is not None:
             added["x-homeport-expected-cached-tokens"] = str(decision.expected_cached_tokens)
     if exchange.cache is not None:

@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
 
-import msgspec
-
 from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
 from homeport_proxy.document import listed
@@ -334,4 +332,4 @@ def _system_digest(api: str, body: Mapping[str, JsonValue]) -> bytes:
         if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
             break
         parts.append(message.get("content"))
-    return _short(msgspec.json.encode(parts)) if parts else b""
+    return _short(json.dumps(parts).encode()) if parts else b""

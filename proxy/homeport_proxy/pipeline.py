@@ -158,15 +158,8 @@ class Pipeline:
     # locate, place, answer
 
     async def _locate_and_answer(self, exchange: Exchange, job: Job, down: Downstream) -> None:
-        located = await self.control.books.locate(exchange)
-        if located is None:
-            raise no_backend("No region that may serve this request is usable.")
-        exchange.region, exchange.region_reason = located.region, located.reason or None
-        if located.peer is not None:
-            if await peering.answer(self.desk, self.control.regions, exchange, job, down, located.peer):
-                return
-            exchange.peer_region = False
-            exchange.region = self.control.config.region
+        if await self._answered_elsewhere(exchange, job, down):
+            return
         await self._place(exchange)
         try:
             await self._hold_to_stored_state(exchange)
@@ -174,6 +167,25 @@ class Pipeline:
             self._remember_stored(exchange)
         finally:
             await self._give_back(exchange)
+
+    async def _answered_elsewhere(self, exchange: Exchange, job: Job, down: Downstream) -> bool:
+        """Find the region; True when another region's proxy has answered. A peer that takes nothing is left for the
+        region that comes next, and in the end for this one, where the request may be served here at all."""
+        failed: set[str] = set()
+        while True:
+            located = await self.control.books.locate(exchange)
+            if located is None:
+                raise no_backend("No region that may serve this request is usable.")
+            peer = located.peer
+            exchange.region, exchange.peer_region = located.region, peer is not None
+            exchange.region_reason = located.reason or exchange.region_reason
+            if peer is None:
+                return False
+            if peer.name in failed:
+                exchange.hops += 1  # nobody else to ask: as if it had come from there
+            elif await peering.answer(self.desk, self.control.regions, exchange, job, down, peer):
+                return True
+            failed.add(peer.name)
 
     async def _place(self, exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
@@ -206,7 +218,7 @@ class Pipeline:
             prefix=exchange.prefix,
             tenant=exchange.tenant,
             tenant_weight=exchange.caller.weight,
-            user=user if isinstance(user, str) else "",
+            user=user.encode("utf-8", "replace").decode()[:256] if isinstance(user, str) else "",
             parent=identity.parent,
             kind=identity.kind,
             final=identity.final,
