@@ -74,9 +74,14 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+_MODULES = frozenset({"adapters", "mcp", "providers", "testing"})
+
+
 def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
+        if name in _MODULES:
+            return import_module(f"homeport.{name}")
         raise AttributeError(f"module 'homeport' has no attribute {name!r}")
     value: object = getattr(import_module(f"homeport.{home}"), name)
     globals()[name] = value

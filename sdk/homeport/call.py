@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from homeport import profiles
 from homeport.fingerprint import Api, JsonValue, Segment, identity, segments
 from homeport.providers import CALLER_HEADERS, CALLER_KEYS, PARENT_HEADER, Provider, names_session, provider_for
-from homeport.runtime import Observation, Remembered, now_s, observe, runtime
+from homeport.runtime import Observation, Proxy, Remembered, now_s, observe, runtime
 from homeport.session import Session, affinity_id, affinity_uuid, current
 from homeport.spans import Document
 from homeport.stabilise import Body, ToolOrder, stabilise
@@ -224,13 +224,18 @@ def _asks_usage(api: Api, body: Body, provider: Provider) -> bool:
 # --- the answer ------------------------------------------------------------------------------------------------------
 
 
+_KEY_HEADERS = ("authorization", "x-api-key")
+
+
 def answered(call: Call, status: int, headers: Mapping[str, str]) -> None:
     """An answer's head has come."""
     digest = headers.get("x-homeport-session")
     if digest:
         parts = urlsplit(call.url)
         path = parts.path[: parts.path.rfind("/v1/")] if "/v1/" in parts.path else ""
-        runtime().note_proxy(f"{parts.scheme}://{parts.netloc}{path}", call.session.affinity, digest)
+        keys = {name: call.request_headers[name] for name in _KEY_HEADERS if name in call.request_headers}
+        proxy = Proxy(f"{parts.scheme}://{parts.netloc}{path}", digest, keys)
+        runtime().note_proxy(call.session.affinity, proxy)
 
 
 def finished(

@@ -1,7 +1,7 @@
 """Volatile text of known harnesses, recognised for certain or left alone.
 
 A profile acts only when both the sender says it is that harness (``user-agent``) and the text has the harness's own
-form. Each was seen in the traffic of the version named with it.
+form; in another wording, as of another version, it is left alone.
 """
 
 from __future__ import annotations

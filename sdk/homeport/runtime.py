@@ -40,6 +40,9 @@ class Remembered:
 
     session: Session
     lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a request is planned."""
+    books_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while its books are written; never together with the other."""
     state: State = field(default_factory=State)
     body: Body | None = None
     body_bytes: int = 0
@@ -79,6 +82,16 @@ class Observation:
     request_headers: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """A Homeport proxy that served a session: its root URL, its own digest of the session, and the headers that let
+    this client in (kept in memory only, never shown)."""
+
+    root: str
+    digest: str
+    key_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
 class Runtime:
     """The sessions and books of one process."""
 
@@ -87,8 +100,7 @@ class Runtime:
         self._sessions: OrderedDict[tuple[str, str], Remembered] = OrderedDict()
         self._body_bytes = 0
         self.conversations = Conversations()
-        self.proxies: OrderedDict[str, str] = OrderedDict()
-        """Homeport proxies that answered: session key of theirs by (their root URL + affinity id)."""
+        self._proxies: OrderedDict[tuple[str, str], Proxy] = OrderedDict()
         self._ledger: Ledger | None = None
         self.watchers: list[Callable[[Observation], None]] = []
         """Called with every observation; for tests (:mod:`homeport.testing`)."""
@@ -130,13 +142,17 @@ class Runtime:
             before, memory.body = memory.body, body
             self._body_bytes += size_bytes - memory.body_bytes
             memory.body_bytes = size_bytes
-            for other in list(self._sessions.values()):
-                if self._body_bytes <= MAX_BODY_BYTES:
-                    break
-                if other is not memory:
-                    self._body_bytes -= other.body_bytes
-                    other.body, other.body_bytes = None, 0
+            if self._body_bytes > MAX_BODY_BYTES:
+                self._make_room(memory)
             return before
+
+    def _make_room(self, newest: Remembered) -> None:
+        for other in self._sessions.values():
+            if other is not newest:
+                self._body_bytes -= other.body_bytes
+                other.body, other.body_bytes = None, 0
+            if self._body_bytes <= MAX_BODY_BYTES:
+                return
 
     def forget(self, session_id: str, namespace: str = "") -> Remembered | None:
         """Drop a session's memory; its lines in the ledger stay."""
@@ -146,19 +162,18 @@ class Runtime:
                 self._body_bytes -= found.body_bytes
             return found
 
-    def note_proxy(self, root: str, affinity: str, digest: str) -> None:
-        """A Homeport proxy at ``root`` answered for a session and named its own digest of it."""
+    def note_proxy(self, affinity: str, proxy: Proxy) -> None:
+        """A Homeport proxy answered for a session."""
         with self._lock:
-            self.proxies[f"{root} {affinity}"] = digest
-            self.proxies.move_to_end(f"{root} {affinity}")
-            while len(self.proxies) > MAX_SESSIONS:
-                self.proxies.popitem(last=False)
+            self._proxies[affinity, proxy.root] = proxy
+            self._proxies.move_to_end((affinity, proxy.root))
+            while len(self._proxies) > MAX_SESSIONS:
+                self._proxies.popitem(last=False)
 
-    def proxies_of(self, affinity: str) -> list[tuple[str, str]]:
-        """(root URL, digest) of every proxy that served the session."""
+    def proxies_of(self, affinity: str) -> list[Proxy]:
+        """Every proxy that served the session."""
         with self._lock:
-            items = [(key.rsplit(" ", 1), digest) for key, digest in self.proxies.items()]
-        return [(parts[0], digest) for parts, digest in items if parts[1] == affinity]
+            return [proxy for (whose, _), proxy in self._proxies.items() if whose == affinity]
 
 
 _runtime = Runtime()
@@ -192,7 +207,7 @@ def drain(timeout_s: float = 30.0) -> None:
 def _enter(runtime: Runtime, observation: Observation, memory: Remembered) -> None:
     for watcher in list(runtime.watchers):
         watcher(observation)
-    with memory.lock:
+    with memory.books_lock:
         continues = _calibrate(observation, memory)
     breaks = _breaks(runtime, observation, memory, continues)
     model = observation.body.get("model")
@@ -208,7 +223,7 @@ def _enter(runtime: Runtime, observation: Observation, memory: Remembered) -> No
         lost_tokens=breaks[0].lost_tokens if breaks else None,
         url=observation.url,
     )
-    with memory.lock:
+    with memory.books_lock:
         memory.tally.add(entry, breaks)
         memory.input_tokens = observation.usage.input_tokens
 
@@ -257,7 +272,7 @@ def report(session_id: str | Session, *, namespace: str = "") -> SessionReport:
     name, space = _key(session_id, namespace)
     memory = _runtime.find(name, space)
     if memory is not None:
-        with memory.lock:
+        with memory.books_lock:
             return memory.tally.report()
     return SessionReport.of(_runtime.ledger, name, tenant=space)
 
@@ -274,17 +289,17 @@ def finish(session_id: str | Session, *, namespace: str = "", timeout_s: float =
     drain()
     name, space = _key(session_id, namespace)
     _runtime.forget(name, space)
-    for root, digest in _runtime.proxies_of(affinity_id(space, name)):
+    for proxy in _runtime.proxies_of(affinity_id(space, name)):
         try:
-            _post(f"{root}/homeport/v1/sessions/{digest}/finish", timeout_s)
+            _post(f"{proxy.root}/homeport/v1/sessions/{proxy.digest}/finish", proxy.key_headers, timeout_s)
         except Exception as error:
             failed("finish", error)
 
 
-def _post(url: str, timeout_s: float) -> None:
+def _post(url: str, headers: Mapping[str, str], timeout_s: float) -> None:
     import urllib.request
 
-    request = urllib.request.Request(url, data=b"", method="POST")
+    request = urllib.request.Request(url, data=b"", headers=dict(headers), method="POST")
     with urllib.request.urlopen(request, timeout=timeout_s):
         pass
 

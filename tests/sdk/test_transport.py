@@ -521,9 +521,11 @@ def test_finish_tells_the_proxies_that_served_the_session() -> None:
     with serving(script) as server:
         attach(client := httpx2.Client(verify=False))
         with homeport.session("s"):
-            send(client, f"{server.base_url}/chat/completions", ODD)
+            send(client, f"{server.base_url}/chat/completions", ODD, {"authorization": "Bearer tenant-key"})
         homeport.finish("s")
+        assert "tenant-key" not in repr(homeport.runtime.runtime().proxies_of(affinity_id("", "s")))
         assert (server.last.method, server.last.path) == ("POST", "/homeport/v1/sessions/d1gest/finish")
+        assert server.last.headers["authorization"] == "Bearer tenant-key"
         assert homeport.report("s").requests == 1  # the books stay
         client.close()
 
