@@ -20,7 +20,7 @@ from homeport_proxy.local.display import PlainDisplay
 from homeport_proxy.local.supervisor import Supervisor
 
 BLOCK_TOKENS = 128
-MIN_UNCACHED_TOKENS = 150
+MIN_UNCACHED_TOKENS = 200
 """Low, so that short prompts, quickly prefilled, already go to the prefill engine."""
 START_TIMEOUT_S = 600.0
 _WORDS = (

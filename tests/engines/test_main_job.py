@@ -45,7 +45,7 @@ def ask(
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_two_engines_say_what_one_says(pair: Pair, client: OpenAI, question: str, streamed: bool) -> None:
-    said = messages(150, question)
+    said = messages(200, question)
     moved_before = pair.by_source("d0")["external_kv_transfer"]
     if streamed:
         raw = client.chat.completions.with_raw_response.create(
@@ -89,7 +89,7 @@ def test_second_turn_finds_the_first_and_the_books_agree(pair: Pair, client: Ope
             prompts.append(answer.usage.prompt_tokens)
             said.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
             # the second turn is long enough for the prefill engine, the third is not
-            said.append({"role": "user", "content": fresh_text(180) if turn == 0 else "Shorter, please."})
+            said.append({"role": "user", "content": fresh_text(220) if turn == 0 else "Shorter, please."})
         report = session.report()
     assert report.cached_tokens == cached_by_engines
     assert report.input_tokens == sum(prompts)
@@ -97,7 +97,7 @@ def test_second_turn_finds_the_first_and_the_books_agree(pair: Pair, client: Ope
 
 def test_a_short_second_turn_stays_at_home_a_long_one_is_prefilled_apart(pair: Pair) -> None:
     headers = {"x-session-id": "short-and-long"}
-    said = messages(180)
+    said = messages(220)
     first = ask(pair, said, headers=headers)
     assert first.headers["x-homeport-decision"] == "placed"
     assert first.headers["x-homeport-prefill-backend"] == "p0"
@@ -105,7 +105,7 @@ def test_a_short_second_turn_stays_at_home_a_long_one_is_prefilled_apart(pair: P
     short = ask(pair, said, headers=headers)
     assert "x-homeport-prefill-backend" not in short.headers
     assert short.headers["x-homeport-decision"] == "home"
-    said += [_assistant(short), {"role": "user", "content": fresh_text(180)}]
+    said += [_assistant(short), {"role": "user", "content": fresh_text(220)}]
     long = ask(pair, said, headers=headers)
     assert long.headers["x-homeport-prefill-backend"] == "p0"
     assert long.headers["x-homeport-decision"] == "home"
@@ -127,7 +127,7 @@ def test_transfer_parameters_from_a_client_kill_nothing(pair: Pair, params: dict
 
 def test_each_engine_takes_its_own_key_only(pair: Pair) -> None:
     # that requests through the proxy succeed with the client's key shows that it never reached an engine:
-    assert ask(pair, messages(180), tokens=2).headers["x-homeport-prefill-backend"] == "p0"
+    assert ask(pair, messages(220), tokens=2).headers["x-homeport-prefill-backend"] == "p0"
     keys = {"p0": pair.key("p0"), "d0": pair.key("d0"), "client": CLIENT_KEY}
     accepted = {
         (engine, owner): httpx.get(
@@ -166,7 +166,7 @@ def test_a_killed_prefill_engine_is_survived_and_used_again(pair: Pair) -> None:
     in_flight.join(180)
     assert len(answers) == 1, "the request under way was not served"
     assert "x-homeport-prefill-backend" not in answers[0].headers
-    following = ask(pair, messages(180), tokens=4)
+    following = ask(pair, messages(220), tokens=4)
     assert "x-homeport-prefill-backend" not in following.headers
     assert following.headers["x-homeport-decision"] == "failover" or following.headers["x-homeport-reason"]
     with pytest.raises((urllib.error.URLError, OSError)):
@@ -175,7 +175,7 @@ def test_a_killed_prefill_engine_is_survived_and_used_again(pair: Pair) -> None:
     pair.supervisor.start_engine("p0")
     pair.supervisor.wait_for_engine("p0", 600)
     assert until(lambda: pair.status()["p0"]["state"] == "up")
-    again = ask(pair, messages(180), tokens=4)
+    again = ask(pair, messages(220), tokens=4)
     assert again.headers["x-homeport-prefill-backend"] == "p0"
 
 

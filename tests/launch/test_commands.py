@@ -69,6 +69,14 @@ def test_vllm_on_cpu_sets_what_a_small_machine_needs() -> None:
     assert "--enforce-eager" in launch.argv
 
 
+def test_mooncake_on_cpu_goes_over_tcp_and_says_what_is_missing() -> None:
+    launch = vllm.command(replace(REQUEST, kv="mooncake", bootstrap_port=9001), "cpu")
+    assert settings(launch, "--kv-transfer-config")["kv_connector_extra_config"]["mooncake_protocol"] == "tcp"
+    assert launch.env["MC_FORCE_TCP"] == "1"
+    assert launch.env["VLLM_MOONCAKE_BOOTSTRAP_PORT"] == "9001"
+    assert any("mooncake-transfer-engine" in note for note in launch.notes)
+
+
 def test_vllm_on_gpu_leaves_the_engine_its_own_choices() -> None:
     launch = vllm.command(replace(REQUEST, gpus=(3,)))
     assert "--enforce-eager" not in launch.argv
@@ -162,7 +170,7 @@ def test_sglang(changes: dict[str, Any], expected: list[str]) -> None:
     ("build", "fragment"),
     [
         (lambda: vllm.command(replace(REQUEST, kv="none")), "--kv nixl"),
-        (lambda: vllm.command(replace(REQUEST, kv="mooncake"), "cpu"), "CPU build"),
+        (lambda: vllm.command(replace(REQUEST, kv="lmcache"), "cpu"), "CPU build"),
         (lambda: sglang.command(replace(REQUEST, kv="lmcache")), "--role mixed"),
         (lambda: sglang.command(replace(REQUEST, speculation=Speculation("suffix", 4))), "suffix"),
         (lambda: sglang.command(replace(REQUEST, speculation=speculation('{"num_speculative_tokens":1}'))), "JSON"),
@@ -198,7 +206,7 @@ def test_command_line_prints_one_command_and_never_opens_the_model(capsys: pytes
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["vllm-cpu", "--role", "decode", "--kv", "mooncake", "--model", "m"],
+        ["vllm-cpu", "--role", "decode", "--kv", "lmcache", "--model", "m"],
         ["sglang", "--role", "decode", "--kv", "lmcache", "--model", "m"],
         ["vllm", "--role", "decode", "--model", "m", "--spec", "ngram", "--preset", "mtp"],
         ["vllm", "--role", "decode", "--model", "m", "--draft-model", "d"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from homeport.cli import CommandError
 from homeport_engines.cachedir import cache_dir
+from homeport_engines.progress import install_progress
 from homeport_engines.vllm import cpu, cpu_install
 from homeport_engines.vllm.cpu import CpuEngine, cpu_engine
 
@@ -257,3 +259,54 @@ def test_tools_calls_and_results_are_rendered() -> None:
         "<|im_start|>tool\n<tool_response>\na.txt\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+# torch, whose CPU build lies elsewhere on every machine
+
+
+@pytest.mark.parametrize(
+    ("index", "has_cpu_build", "tried"),
+    [
+        (
+            "https://index.example/cpu",
+            True,
+            [["--index-url", "https://index.example/cpu", "--no-deps", "torch==2.13.0"]],
+        ),
+        (None, True, [["--no-deps", "torch==2.13.0+cpu"]]),
+        (None, False, [["--no-deps", "torch==2.13.0+cpu"], ["torch==2.13.0"]]),
+    ],
+)
+def test_where_torch_comes_from(
+    index: str | None, has_cpu_build: bool, tried: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def pip(_: object, arguments: list[str], *__: object, **___: object) -> bool:
+        asked.append(arguments)
+        return has_cpu_build or not arguments[-1].endswith("+cpu")
+
+    monkeypatch.setattr(cpu_install, "_pip", pip)
+    monkeypatch.setattr(cpu_install, "_works", lambda _, code: code == "import torch")
+    if index is None:
+        monkeypatch.delenv(cpu_install.TORCH_INDEX_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(cpu_install.TORCH_INDEX_VARIABLE, index)
+    said = Said()
+    cpu_install._install_torch(cpu_engine(tmp_path), said)
+    assert asked == tried
+    assert any("HOMEPORT_TORCH_INDEX" in line for line in said.lines) is (len(tried) == 2)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_lines_in_a_log_and_a_bar_on_a_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    stream = io.StringIO()
+    with install_progress(stream) as progress:
+        progress.step("packages")
+        progress.update(0.5, "75 fetched, 0 installed")
+        progress.say("a word")
+        progress.step("torch")
+    text = stream.getvalue()
+    assert all(word in text for word in ("packages", "a word", "torch"))
+    assert ("\x1b[" in text) is terminal

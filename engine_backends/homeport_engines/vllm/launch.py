@@ -31,15 +31,19 @@ CONNECTORS: Mapping[Connector, str] = {
 PAIR_CONNECTORS = frozenset({"nixl", "nixl-push", "mooncake"})
 """These move one request's KV between two engines; the others share a store, where every engine reads and writes."""
 
-CPU_CONNECTORS = frozenset({"none", "nixl", "shared-folder"})
+CPU_CONNECTORS = frozenset({"none", "nixl", "mooncake", "shared-folder"})
 METHODS = {"ngram": "ngram", "suffix": "suffix", "eagle3": "eagle3", "draft-model": "draft_model", "mtp": "mtp"}
 EVENTS_REPLAY_OFFSET = 1000
+MOONCAKE_CPU_NOTE = (
+    "the CPU environment does not hold Mooncake: add mooncake-transfer-engine-non-cuda==0.3.13.post1 (pip, --no-deps) "
+    "and the system's libibverbs1 and librdmacm1"
+)
 
 
 def command(request: LaunchRequest, device: Device = "gpu") -> Launch:
     """The launch of one engine. Pure: opens nothing, asks nothing. Raises LaunchError for what cannot work."""
     if device == "cpu" and request.kv not in CPU_CONNECTORS:
-        raise LaunchError(f"--kv {request.kv} does not run on the CPU build; use {' or '.join(sorted(CPU_CONNECTORS))}")
+        raise LaunchError(f"--kv {request.kv} does not run on the CPU build; use {', '.join(sorted(CPU_CONNECTORS))}")
     if request.role != "mixed" and request.kv == "none":
         raise LaunchError(f"a {request.role} engine needs a KV connector: give --kv nixl (or another)")
     argv = [*(request.program or ("vllm", "serve")), request.model]
@@ -60,6 +64,8 @@ def command(request: LaunchRequest, device: Device = "gpu") -> Launch:
     if request.kv != "none":
         argv += ["--kv-transfer-config", _json(_transfer(request, device))]
         env |= _transfer_environment(request, device)
+        if request.kv == "mooncake" and device == "cpu":
+            notes.append(MOONCAKE_CPU_NOTE)
     if request.events_port is not None:
         argv += ["--kv-events-config", _json(_events(request, request.events_port))]
         argv += ["--prefix-caching-hash-algo", "sha256_cbor"]  # the only hash that can be computed outside the engine
@@ -110,6 +116,8 @@ def _transfer(request: LaunchRequest, device: Device) -> dict[str, JsonValue]:
             config["kv_buffer_device"] = "cpu"
         config["kv_load_failure_policy"] = "fail"
         config["kv_connector_extra_config"] = {}
+    elif request.kv == "mooncake" and device == "cpu":
+        config["kv_connector_extra_config"] = {"mooncake_protocol": "tcp", "num_workers": 2}
     elif request.kv == "shared-folder":
         config["kv_connector_extra_config"] = {"shared_storage_path": request.store_path}
     return config
@@ -123,8 +131,8 @@ def _transfer_environment(request: LaunchRequest, device: Device) -> dict[str, s
         }
         return env | {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "all"} if device == "cpu" else env
     if request.kv == "mooncake":
-        env = {"VLLM_HOST_IP": request.host}
-        return env | {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(request.bootstrap_port)}
+        env = {"VLLM_HOST_IP": request.host, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(request.bootstrap_port)}
+        return env | {"MC_FORCE_TCP": "1"} if device == "cpu" else env
     return {}
 
 
