@@ -45,6 +45,8 @@ class Overlay:
     files: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, Path] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    sign: Path | None = None
+    """A file that the harness's plugin writes anew when it is loaded."""
 
 
 def overlay(command: Sequence[str], target: Target, environment: Mapping[str, str], folder: Path) -> Overlay:
@@ -104,10 +106,15 @@ def _opencode(command: tuple[str, ...], target: Target, environment: Mapping[str
     plugins: list[object] = listed if isinstance(listed, list) else []
     if plugin and "homeport" not in json.dumps(plugins):
         config["plugin"] = [*plugins, plugin]
-    note = (
-        () if plugin else ("the OpenCode plugin was not found: only session headers are sent (npm: opencode-homeport)",)
+    home = Path(environment.get("XDG_DATA_HOME") or Path(environment.get("HOME", "~")) / ".local" / "share")
+    data = Path(environment.get("HOMEPORT_OPENCODE_DATA") or home / "opencode-homeport")
+    return Overlay(
+        "opencode",
+        command,
+        {"OPENCODE_CONFIG_CONTENT": json.dumps(config)},
+        notes=() if plugin else (_NO_PLUGIN,),
+        sign=data / "loaded.json" if plugin else None,
     )
-    return Overlay("opencode", command, {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}, notes=note)
 
 
 def plugin_path(environment: Mapping[str, str]) -> str | None:

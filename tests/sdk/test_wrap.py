@@ -170,13 +170,26 @@ def test_the_report_as_json_and_not_at_all(proxy: str) -> None:
     assert report["sessions"][0]["backends"] == {"d0": 1}
 
 
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_plugin_that_was_not_loaded_is_told(proxy: str, tmp_path: Path, loads: bool) -> None:
+    """OpenCode skips a plugin that fails to load without a word."""
+    fake = tmp_path / "opencode"
+    sign = tmp_path / "data" / "loaded.json"
+    sign.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\n{f'echo > {sign}' if loads else ''}\n")
+    fake.chmod(0o755)
+    variables = {"HOMEPORT_OPENCODE_DATA": str(sign.parent), "HOMEPORT_OPENCODE_PLUGIN": "/p/index.js"}
+    done = wrap(proxy, "--", str(fake), env={**os.environ, **variables})
+    assert done.returncode == 0
+    assert ("the opencode plugin was not loaded" in done.stderr) is not loads
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_reach_the_child_and_its_end_is_ours(proxy: str, number: signal.Signals) -> None:
     code = (
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
-        "print('up', flush=True)\n"
-        "try: time.sleep(60)\n"
+        "try: print('up', flush=True); time.sleep(60)\n"
         "except KeyboardInterrupt: sys.exit(6)\n"
     )
     command = [HOMEPORT, "wrap", "--url", proxy, "--", sys.executable, "-c", code]

@@ -25,6 +25,8 @@ from homeport.wrapped import WrapReport, report_of
 HELP = "run a harness pointed at the local proxy, and print its cache report when it ends"
 
 _PATIENCE_S = 5.0
+_CLOCK_SLACK_S = 2.0
+"""File systems round times."""
 _DECISIONS = 1000
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -51,9 +53,19 @@ def run(args: argparse.Namespace) -> int:
         for note in plan.notes:
             print(f"homeport: {note}", file=sys.stderr)
         status = _child(plan)
-    if not args.no_report:
-        _report(target, began_s, as_json=args.json)
+    if not args.no_report and _report(target, began_s, as_json=args.json) and not _loaded(plan, began_s):
+        print(f"homeport: the {plan.harness} plugin was not loaded; see why: opencode-homeport check", file=sys.stderr)
     return status
+
+
+def _loaded(plan: Overlay, began_s: float) -> bool:
+    """Whether the harness's plugin left its sign; True for a harness without one."""
+    if plan.sign is None:
+        return True
+    try:
+        return plan.sign.stat().st_mtime >= began_s - _CLOCK_SLACK_S
+    except OSError:
+        return False
 
 
 def _target(url: str, model: str | None) -> Target:
@@ -133,16 +145,18 @@ def _signals_to(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _report(target: Target, began_s: float, *, as_json: bool) -> None:
+def _report(target: Target, began_s: float, *, as_json: bool) -> bool:
+    """Print the report; whether any request came."""
     admin_key = os.environ.get("HOMEPORT_ADMIN_KEY") or target.key
     try:
         answer = _get(f"{target.url}/homeport/v1/decisions?limit={_DECISIONS}", admin_key)
     except (OSError, ValueError) as error:
         print(f"homeport: no report: {target.url} did not tell its decisions ({error})", file=sys.stderr)
-        return
+        return False
     listed = answer.get("decisions") if isinstance(answer, dict) else None
     report: WrapReport = report_of(_records(listed), began_s)
     print(json.dumps(report.to_dict()) if as_json else str(report), file=sys.stderr)
+    return bool(report.sessions)
 
 
 def _records(listed: JsonValue) -> Sequence[Mapping[str, JsonValue]]:
