@@ -34,6 +34,7 @@ from homeport_proxy.job import Job
 from homeport_proxy.prefix import Prefixes
 from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, Word
 from homeport_proxy.splice import NotAnObjectError, edit, raw_members
+from homeport_proxy.tokens import TokenBlocks
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Pipeline:
         self.control = control
         self.engines = Engines(control.fleet)
         self.prefixes = Prefixes(BLOCK_CHARS)
+        self.token_blocks = TokenBlocks(control, self.engines)
         self.desk = handoff.Desk(
             engines=self.engines,
             health=control.health,
@@ -160,6 +162,8 @@ class Pipeline:
     async def _locate_and_answer(self, exchange: Exchange, job: Job, down: Downstream) -> None:
         if await self._answered_elsewhere(exchange, job, down):
             return
+        if exchange.identity is not None and (blocks := await self.token_blocks.of(exchange, job)):
+            exchange.prefix = replace(exchange.prefix, token_blocks=blocks)
         await self._place(exchange)
         try:
             await self._hold_to_stored_state(exchange)

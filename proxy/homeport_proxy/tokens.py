@@ -1,0 +1,124 @@
+"""A prompt in an engine's own tokens, as names of its KV blocks: what the exact index compares with an engine's events.
+
+Only asked for while some engine's events are followed, and of an engine, because only it has the model's template and
+tokenizer. It costs a round trip and the engine's tokenizer before placing, so it is bounded tightly; without an answer
+the approximate index decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from homeport_engines.registry import kind
+from homeport_engines.vllm.kv import block_hashes
+from homeport_proxy.control import Control
+from homeport_proxy.engines import Engine, Engines
+from homeport_proxy.exchange import Exchange
+from homeport_proxy.headers import request_head
+from homeport_proxy.job import Job
+from homeport_proxy.upstream import Collector, UpstreamError
+
+ANSWER_S = 0.25
+REST_S = 30.0
+"""How long an engine is not asked again after it failed to answer in time."""
+MOST_BLOCKS = 4096
+_PROMPT: Mapping[str, tuple[str, ...]] = {
+    "chat": (
+        "model",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "mm_processor_kwargs",
+    ),
+    "completions": ("model", "prompt", "add_special_tokens"),
+}
+"""Per API, the members of a request that vLLM's ``/tokenize`` takes; of the other APIs it makes no tokens."""
+
+
+class _Answer(msgspec.Struct):
+    tokens: list[int]
+
+
+class TokenBlocks:
+    """Asks engines for tokens. ``resting`` holds those that were too slow, until when."""
+
+    def __init__(self, control: Control, engines: Engines) -> None:
+        self._control = control
+        self._engines = engines
+        self._resting: dict[str, float] = {}
+
+    async def of(self, exchange: Exchange, job: Job) -> dict[int, Sequence[int]]:
+        """Block names by block size in tokens; empty when no engine's events are followed, or none could say."""
+        members = _PROMPT.get(exchange.api)
+        if members is None or job.raws is None or "prompt_embeds" in job.raws:
+            return {}
+        sizes = self._followed(exchange)
+        if not sizes:
+            return {}
+        tokens = await self._tokens(next(iter(sizes)), job, members)
+        if not tokens:
+            return {}
+        salt = exchange.caller.cache_salt if exchange.tenant else (exchange.document or {}).get("cache_salt")
+        return {
+            size: block_hashes(tokens, size, cache_salt=salt if isinstance(salt, str) else None)
+            for size in set(sizes.values())
+            if len(tokens) <= size * MOST_BLOCKS
+        }
+
+    def _followed(self, exchange: Exchange) -> dict[str, int]:
+        """Places that serve the model and whose events are followed, with their block size in tokens."""
+        router = self._control.routers.get(exchange.region)
+        if router is None:
+            return {}
+        now_s = asyncio.get_running_loop().time()
+        found: dict[str, int] = {}
+        for member in self._control.fleet.members.values():
+            serves = member.models is None or exchange.model in member.models
+            if member.region != exchange.region or not serves or not kind(member.backend.engine).tokenize_path:
+                continue
+            if self._control.health.state(member) == "down" or self._resting.get(member.name, 0.0) > now_s:
+                continue
+            for place in member.place_names():
+                size = router.block_tokens(place)
+                if size:
+                    found[place] = size
+        return found
+
+    async def _tokens(self, place: str, job: Job, members: Sequence[str]) -> list[int]:
+        engine = self._engines.of(place)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._ask(engine, job, members)
+        except (TimeoutError, UpstreamError, msgspec.DecodeError):
+            name = engine.member.name if engine.member is not None else place
+            self._resting[name] = asyncio.get_running_loop().time() + REST_S
+            return []
+
+    async def _ask(self, engine: Engine, job: Job, members: Sequence[str]) -> list[int]:
+        assert engine.member is not None, "an engine of ours"
+        raws = job.raws or {}
+        body = msgspec.json.encode({name: raws[name] for name in members if name in raws} | _renamed(job))
+        path = engine.pool.origin.prefix + (kind(engine.member.backend.engine).tokenize_path or "")
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in engine.put.items()]
+        if not engine.own_key and not job.drop_credentials:
+            headers += [(name, value) for name, value in job.headers if name.lower() == b"authorization"]
+        headers.append((b"content-type", b"application/json"))
+        answer = Collector()
+        connection = await engine.pool.acquire()
+        connection.send(request_head("POST", path, engine.pool.origin.host_header, headers, len(body)), body, answer)
+        try:
+            head, document = await answer.finished()
+        except BaseException:
+            connection.abort()
+            raise
+        return msgspec.json.decode(document, type=_Answer).tokens if head.status == 200 else []
+
+
+def _renamed(job: Job) -> dict[str, object]:
+    return {"model": job.put["model"]} if "model" in job.put else {}
