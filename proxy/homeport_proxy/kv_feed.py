@@ -7,7 +7,6 @@ none is simply not followed, and the approximate index serves it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,8 @@ class Follower(Protocol):
     def kv_events(self, place: str, batch: KvBatch) -> int | None: ...
 
     def kv_replayed(self, place: str, batches: Sequence[KvBatch]) -> int | None: ...
+
+    def kv_connected(self, place: str) -> None: ...
 
     def kv_follow(self, place: str, on: bool = True) -> None: ...
 
@@ -105,15 +106,18 @@ class KvFeed:
             router.kv_replayed(place, batches)
 
         router.kv_follow(place)
-        subscriber = KvEventSubscriber(
-            source.pub, source.replay, lambda batch: router.kv_events(place, batch), replayed, topic=source.topic
-        )
-        with contextlib.suppress(asyncio.CancelledError):
-            try:
-                await subscriber.run()
-            except Exception:  # the approximate index goes on without it
-                log.exception("KV events of %s are followed no more", place)
-                router.kv_follow(place, on=False)
+        try:
+            await KvEventSubscriber(
+                source.pub,
+                source.replay,
+                lambda batch: router.kv_events(place, batch),
+                replayed,
+                lambda: router.kv_connected(place),
+                topic=source.topic,
+            ).run()
+        except Exception:  # the approximate index goes on without it
+            log.exception("KV events of %s are followed no more", place)
+            router.kv_follow(place, on=False)
 
 
 async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:

@@ -1,0 +1,107 @@
+"""KV events reach the router, from what the engine tells or the file says; an engine without any is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import pytest
+
+from emulator.emulating import fast
+from homeport_engines.emulator import Emulator
+from homeport_engines.vllm.kv import BlockStored, KvBatch
+from homeport_proxy import config as cfg
+from homeport_proxy.fleet import Fleet, Member
+from homeport_proxy.kv_feed import KvFeed, Source, _reachable, sources_of
+from proxy.control_kit import engine, until
+
+
+@dataclass
+class Router:
+    """Hears what a router would."""
+
+    batches: list[tuple[str, KvBatch]] = field(default_factory=list)
+    replays: list[str] = field(default_factory=list)
+    followed: dict[str, bool] = field(default_factory=dict)
+    connected: int = 0
+
+    def kv_events(self, place: str, batch: KvBatch) -> int | None:
+        self.batches.append((place, batch))
+        return None
+
+    def kv_replayed(self, place: str, batches: Sequence[KvBatch]) -> int | None:
+        self.replays.append(place)
+        self.batches += [(place, batch) for batch in batches]
+        return None
+
+    def kv_connected(self, place: str) -> None:
+        self.connected += 1
+
+    def kv_follow(self, place: str, on: bool = True) -> None:
+        self.followed[place] = on
+
+
+def member(url: str, more: str = "") -> Member:
+    text = f"regions: {{r: {{backends: [{{name: d0, url: '{url}'{more}}}]}}}}"
+    return Fleet(cfg.parse(text)).members["d0"]
+
+
+async def chat(url: str) -> None:
+    body = {"model": "emulated", "max_tokens": 2, "messages": [{"role": "user", "content": "word " * 600}]}
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/chat/completions", json=body) as answer:
+        assert answer.status == 200
+
+
+async def test_an_engine_is_followed_by_what_it_tells() -> None:
+    router, feed = Router(), KvFeed(5.0)
+    async with Emulator(fast()) as emulated:
+        try:
+            feed.backend_is_up(member(emulated.url), router, again=True)
+            await until(lambda: router.replays)
+            await chat(emulated.url)
+            await until(lambda: router.batches)
+            place, batch = router.batches[0]
+            assert (place, router.connected) == ("d0", 1)
+            assert any(isinstance(event, BlockStored) for event in batch.events)
+            feed.keep_only({})
+            assert router.followed == {"d0": False}
+        finally:
+            await feed.stop()
+
+
+async def test_an_engine_without_events_is_left_alone() -> None:
+    router, feed = Router(), KvFeed(5.0)
+    async with engine() as stub:
+        for more in ("", ", kv_events: none", ", engine: openai"):
+            feed.backend_is_up(member(stub.url, more), router, again=True)
+        assert await sources_of(member(stub.url).backend, 5.0) == []
+        await feed.stop()
+    assert router == Router()
+
+
+async def test_given_endpoints_count_up_with_the_rank() -> None:
+    more = ", data_parallel: 2, kv_events: {pub: 'tcp://h:5557', replay: 'tcp://h:5558'}"
+    assert await sources_of(member("http://h:1", more).backend, 1.0) == [
+        Source(0, "tcp://h:5557", "tcp://h:5558"),
+        Source(1, "tcp://h:5558", "tcp://h:5559"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host", "seen"),
+    [
+        ("tcp://*:5557", "engine", "tcp://engine:5557"),
+        ("tcp://0.0.0.0:5557", "10.0.0.1", "tcp://10.0.0.1:5557"),
+        ("tcp://[::]:5557", "fd00::1", "tcp://[fd00::1]:5557"),
+        ("tcp://pod-3:5557", "engine", "tcp://pod-3:5557"),
+    ],
+)
+def test_a_bind_address_is_seen_from_outside(endpoint: str, host: str, seen: str) -> None:
+    assert _reachable(endpoint, host) == seen
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///etc/passwd", "inproc://x", "http://x"])
+def test_only_tcp_is_followed(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="no tcp endpoint"):
+        _reachable(endpoint, "h")
