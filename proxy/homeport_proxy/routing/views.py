@@ -135,7 +135,8 @@ class RoutingSettings:
 
     ``k0``, ``k1``: shadow price of recomputed seconds, ``k0 + k1 * rho / (1 - rho)`` with the cluster's load rho.
     ``tau_first_s``, ``tau_later_s``: seconds charged per unit of a place's own offered load, for a session's first
-    request and for later ones. ``hold_below_s``: late binding sends the next request to a place once it has at most
+    request and for later ones. ``decode_weight``: seconds to the first token that one second of slower decoding is
+    worth. ``hold_below_s``: late binding sends the next request to a place once it has at most
     this much prefill left. ``age_weight``: seconds of predicted prefill that one second of waiting buys.
     ``starve_after_s``: a request held longer goes next, whatever its length.
     """
@@ -147,6 +148,7 @@ class RoutingSettings:
     k1: float = 1.5
     tau_first_s: float = 2.0
     tau_later_s: float = 1.0
+    decode_weight: float = 0.1
     load_window_s: float = 60.0
     late_binding: bool = True
     hold_below_s: float = 0.1

@@ -2,7 +2,7 @@
 
 For each place b, in seconds::
 
-    J(b) = wait(b) + P(b) + k * (P(b) - P_min) + tau * rho(b) + rtt(b) + transfer(b) + slowdown(b)
+    J(b) = wait(b) + P(b) + k * (P(b) - P_min) + tau * rho(b) + rtt(b) + transfer(b) + w * slowdown(b)
 
 - ``wait(b)``: prefill left on the engine plus the held requests that go first (late binding's order).
 - ``P(b) = T0 + u / R * (1 + (c + u / 2) / A)`` for u uncached after c cached tokens; c is the index's figure
@@ -10,13 +10,14 @@ For each place b, in seconds::
 - ``k = k0 + k1 * rho / (1 - rho)``: shadow price of seconds computed twice, rising with the cluster's load.
 - ``tau * rho(b)``: the place's own offered load, so that sessions start where there is room to grow
   (``tau_first_s`` for a session's first request, ``tau_later_s`` after).
-- ``slowdown(b)``: what joining the decode batch costs this request and its neighbours.
+- ``slowdown(b)``: what joining the decode batch costs this request and its neighbours over the whole answer;
+  ``decode_weight`` makes it seconds to a first token.
 - On a decode place with separate prefill: prefill by the cheapest prefill place plus the transfer of what the decode
   place lacks, or by the decode place itself when little is uncached (see ``disaggregate``).
 
 The home is kept when it costs at most ``home_margin_s`` more than the best. Ties go by rendezvous hash.
 
-Knobs: ``k0``, ``k1``, ``tau_first_s``, ``tau_later_s``, ``load_window_s``, ``home_margin_s``.
+Knobs: ``k0``, ``k1``, ``tau_first_s``, ``tau_later_s``, ``decode_weight``, ``load_window_s``, ``home_margin_s``.
 
 Rejected: a balance-first rule with cache as a bonus (loses the cache on agentic traffic: hit 0.34 to 0.72 where 0.94
 is possible); a global imbalance switch (one hot place makes everybody lose locality); a fixed penalty in tokens
@@ -66,7 +67,7 @@ def choose(
     for place, wait_s, work_s, transfer_s, own_rho, cached in parts:
         shadow_s = k * (work_s - least_s)
         load_s = tau_s * own_rho
-        slow_s = decode_slowdown_s(place, prompt, output)
+        slow_s = settings.decode_weight * decode_slowdown_s(place, prompt, output)
         total_s = wait_s + work_s + shadow_s + load_s + transfer_s + slow_s + place.rates.rtt_s
         costs[place.name] = Cost(
             total_s, wait_s, work_s, shadow_s, load_s, transfer_s, slow_s, place.rates.rtt_s, cached
