@@ -109,9 +109,10 @@ class Faults:
             return fault
         return None
 
-    async def lifted(self) -> None:
-        """Wait until the faults are cleared."""
-        await self._lifted.wait()
+    async def lifted(self, fault: Fault) -> None:
+        """Wait until the faults are cleared; at once when this one has been already."""
+        if any(armed is fault for armed in self._faults):
+            await self._lifted.wait()
 
 
 def reset(request: web.Request) -> None:

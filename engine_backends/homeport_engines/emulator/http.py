@@ -56,7 +56,7 @@ class Wire:
             await asyncio.sleep(fault.delay_s)
             return None
         if fault.kind == "hang":
-            await self._faults.lifted()
+            await self._faults.lifted(fault)
             return None
         return await self._cut(request, fault)
 
@@ -97,7 +97,7 @@ class Wire:
         self, request: web.Request, fault: Fault, body: bytes, headers: Mapping[str, str]
     ) -> web.StreamResponse:
         if fault.kind == "silent":
-            await self._faults.lifted()
+            await self._faults.lifted(fault)
         response = web.StreamResponse(headers={**headers, "content-type": "application/json"})
         response.content_length = len(body) + (100 if fault.kind == "content_length" else 0)
         await response.prepare(request)
@@ -107,7 +107,7 @@ class Wire:
         await response.write(body[:sent])
         await asyncio.sleep(0)
         if fault.kind == "hang":
-            await self._faults.lifted()
+            await self._faults.lifted(fault)
         elif fault.kind == "slow":
             await asyncio.sleep(fault.delay_s)
         elif fault.kind == "garbage":
@@ -173,7 +173,7 @@ class Stream:
         """End the stream."""
         fault = self._fault
         if fault is not None and fault.kind == "silent":
-            await self._faults.lifted()
+            await self._faults.lifted(fault)
             await self._wire.cut(self._request, fault)
         if fault is not None and fault.kind == "content_length":
             await self._wire.cut(self._request, fault)
@@ -185,7 +185,7 @@ class Stream:
             await asyncio.sleep(fault.delay_s)
             return
         if fault.kind == "hang":
-            await self._faults.lifted()
+            await self._faults.lifted(fault)
             self._fault = None
             return
         if fault.kind in ("status", "content_length", "metrics_missing"):

@@ -1,9 +1,9 @@
 """One rank of an emulated engine: a FIFO prefill queue and a decode batch that share a paged cache, in emulated time.
 
-A step computes one chunk of the oldest unfinished prefill together with one decode step of every running sequence,
-as an engine with chunked prefill does; its length comes from the rates. Decided like vLLM: prefix hits stop one token
-before the prompt's end, blocks are announced when full, the youngest sequence is preempted when blocks run out, and a
-sequence whose KV comes from elsewhere holds its blocks while it waits for them.
+A step computes one decode step of every running sequence together with prefill work up to ``chunk_tokens``, oldest
+first, as an engine with chunked prefill does; its length comes from the rates. Decided like vLLM: prefix hits stop one
+token before the prompt's end, blocks are announced when full, the youngest sequence is preempted when blocks run out,
+and a sequence whose KV comes from elsewhere holds its blocks while it waits for them.
 """
 
 from __future__ import annotations
@@ -203,22 +203,22 @@ class Rank:
         while True:
             await self._go.wait()
             self._admit()
-            prefill = next((sequence for sequence in self.running if self._heavy(sequence)), None)
             batch = [sequence for sequence in self.running if not self._heavy(sequence)]
-            if prefill is None and not batch:
+            chunks = self._chunks(alone=not batch)
+            if not chunks and not batch:
                 self._flush()
                 self._wake.clear()
                 if not self._can_admit():
                     await self._wake.wait()
                     self._now = self.clock.now()
                 continue
-            chunk = 0 if prefill is None else min(prefill.target - prefill.computed, self.settings.chunk_tokens)
             self._now = max(self._now, self.clock.now() - _LAG_S * self.clock.scale)
-            self._now += self._step_s(prefill, chunk, batch)
+            self._now += self._step_s(chunks, batch)
             await self.clock.sleep_until(self._now)
             await self._go.wait()
-            if prefill is not None and prefill.finish is None:
-                self._prefilled(prefill, chunk)
+            for sequence, tokens in chunks:
+                if sequence.finish is None and sequence in self.running:
+                    self._prefilled(sequence, tokens)
             for sequence in batch:
                 if sequence.finish is None and sequence in self.running:
                     self._decoded(sequence)
@@ -227,14 +227,29 @@ class Rank:
     def _heavy(self, sequence: Sequence) -> bool:
         return sequence.prefilling and not sequence.light_start
 
-    def _step_s(self, prefill: Sequence | None, chunk: int, batch: Seq[Sequence]) -> float:
+    def _chunks(self, *, alone: bool) -> list[tuple[Sequence, int]]:
+        """Prefill work of the next step, first come first served, ``chunk_tokens`` in all.
+
+        Without a decode batch one prefill at a time: nothing is gained by letting the first wait for the second.
+        """
+        found: list[tuple[Sequence, int]] = []
+        room = self.settings.chunk_tokens
+        for sequence in self.running:
+            if room <= 0 or (alone and found):
+                break
+            if self._heavy(sequence):
+                found.append((sequence, min(sequence.target - sequence.computed, room)))
+                room -= found[-1][1]
+        return found
+
+    def _step_s(self, chunks: Seq[tuple[Sequence, int]], batch: Seq[Sequence]) -> float:
         rates = self.settings.rates
         length = rates.decode_s(len(batch), sum(sequence.computed for sequence in batch))
-        if prefill is not None:
-            if not prefill.charged_t0:
-                prefill.charged_t0 = True
+        for sequence, tokens in chunks:
+            if not sequence.charged_t0:
+                sequence.charged_t0 = True
                 length += rates.t0_s
-            length += rates.prefill_s(prefill.computed, chunk)
+            length += rates.prefill_s(sequence.computed, tokens)
         return length
 
     # --- admission -----------------------------------------------------------------------------------------------
