@@ -135,6 +135,7 @@ async def test_the_report_costs_no_request(tmp_path: Path) -> None:
         assert summary["breaks"] == []
 
 
+@pytest.mark.long
 async def test_sub_agents_name_their_parent(tmp_path: Path) -> None:
     async with ScriptedEngine() as engine:
         await go(opencode(tmp_path / "home", tmp_path / "project", engine), "script:family")

@@ -1,5 +1,6 @@
 /** One plugin instance: names who speaks, carries each request out and its answer back, keeps the books. */
 
+import { put } from "./bounded.js"
 import { enter, enterBreak, lostTokens, promptTokens, type Break, type Price, type StepTokens } from "./books.js"
 import { prepare, type Prepared, type Sender } from "./keeper.js"
 import type { Options } from "./options.js"
@@ -30,13 +31,15 @@ interface Underway {
   reported: boolean
 }
 
-const KEPT_TICKETS = 512
+/** Requests on their way at once, with room: tickets, steps, sessions. */
+const KEPT = 512
 /** Prunes are let through when the prompt fills this much of the context, warm or not. */
 const FULL_SHARE = 0.8
 
 export class Homeport {
   readonly #speakers = new Map<string, Speaker>()
   readonly #underway = new Map<string, Underway>()
+  readonly #finished = new Map<string, string>()
   readonly #release = new Set<string>()
   #tickets = 0
   #blindTold = false
@@ -58,9 +61,7 @@ export class Homeport {
     const root = await this.people.root(from.session)
     const speaker: Speaker = { ...from, parent, root, kind: kindOf(from.agent, parent) }
     const ticket = `${this.instance}.${++this.#tickets}`
-    this.#speakers.set(ticket, speaker)
-    const oldest = this.#speakers.keys().next().value
-    if (this.#speakers.size > KEPT_TICKETS && oldest !== undefined) this.#speakers.delete(oldest)
+    put(this.#speakers, ticket, speaker, KEPT)
     const headers: Record<string, string> = {
       "x-session-affinity": from.session,
       "x-session-id": from.session,
@@ -98,7 +99,10 @@ export class Homeport {
   }
 
   /** OpenCode counted the tokens of an answer. */
-  finished(session: string, tokens: StepTokens, costUsd: number): void {
+  finished(session: string, step: string, tokens: StepTokens, costUsd: number): void {
+    // the same step may be told again when its part is updated
+    if (this.#finished.get(session) === step) return
+    put(this.#finished, session, step, KEPT)
     const underway = this.#underway.get(session)
     this.#underway.delete(session)
     if (!underway) return this.#blind()
@@ -148,7 +152,7 @@ export class Homeport {
     const release = this.#release.delete(speaker.session)
     const prepared = prepare(state, speaker, api, body, this.options, this.now(), release)
     this.#setCacheKey(speaker, url, body)
-    this.#underway.set(speaker.session, { prepared, speaker, before, reported: false })
+    put(this.#underway, speaker.session, { prepared, speaker, before, reported: false }, KEPT)
     if (prepared.newlyLate.length > 0)
       this.tell(
         `${prepared.newlyLate.length} late tools are held back until the cache is cold: ${prepared.newlyLate.join(", ")}. "/homeport take" takes them now.`,
@@ -163,12 +167,8 @@ export class Homeport {
   }
 
   #answerHere(speaker: Speaker, api: Api, body: JsonObject, words: string): Response {
-    this.#underway.set(speaker.session, {
-      prepared: null,
-      speaker,
-      before: { warmth: "unknown", backend: null },
-      reported: false,
-    })
+    const before = { warmth: "unknown" as const, backend: null }
+    put(this.#underway, speaker.session, { prepared: null, speaker, before, reported: false }, KEPT)
     if (words === "take") this.#release.add(speaker.session)
     const taken = words === "take" ? "\nWhat is held goes out with the next request." : ""
     return answer(api, String(body["model"] ?? ""), this.report(speaker.session) + taken)

@@ -48,8 +48,8 @@ const server: Plugin = async ({ client, directory }, given) => {
       if (event.type === "session.created" || event.type === "session.updated")
         homeport.people.learn(event.properties.info.id, event.properties.info.parentID ?? null)
       if (event.type !== "message.part.updated" || event.properties.part.type !== "step-finish") return
-      const { sessionID, tokens, cost } = event.properties.part
-      homeport.finished(sessionID, tokens, cost)
+      const { id, sessionID, tokens, cost } = event.properties.part
+      homeport.finished(sessionID, id, tokens, cost)
     },
     dispose: async () => {
       folders.delete(directory)

@@ -4,7 +4,7 @@ import { changeNote, placeEnvironment, pointerFor, takeEnvironment } from "./env
 import type { Options } from "./options.js"
 import { digest, firstDifference, outline, type Reason } from "./outline.js"
 import { appendText, messagesOf, systemOf, textOf, toolsOf, userTurnsOf, type Api, type JsonObject } from "./prompt.js"
-import type { Frozen, Lane, SessionState } from "./store.js"
+import type { Frozen, Head, Lane, SessionState } from "./store.js"
 import { isHolding, steady } from "./tools.js"
 import { holds, warmth } from "./warmth.js"
 
@@ -42,7 +42,9 @@ export function prepare(
   const model = `${sender.providerID}/${sender.modelID}`
   const lane = `${sender.agent}@${model}`
   const offeredTools = toolsOf(body)
-  const anew = beginsAnew(state.frozen[model], api, body)
+  const head = headOf(api, body)
+  const anew = beginsAnew(state.heads[model], head)
+  state.heads[model] = [head[0], head[1] ?? (anew ? null : (state.heads[model]?.[1] ?? null))]
   const hold = !release && !anew && holds(state.heard, nowMs, options.assumeWarmS)
   const cold = release || anew || warmth(state.heard, nowMs) === "cold"
   if (options.environment !== "off") keepEnvironment(state, model, api, body, options.environment, cold)
@@ -59,18 +61,18 @@ export function prepare(
   return { lane, reason, place: at, newlyLate }
 }
 
-function headOf(api: Api, body: JsonObject): [string, string | null] {
+function headOf(api: Api, body: JsonObject): Head {
   const spoken = messagesOf(api, body).filter((message) => message["role"] !== "system" && message["role"] !== "developer")
   const [first, second] = spoken
   // an answer's text may be empty beside its tool calls, so its calls count too
-  return [digest(first ? textOf(first) : ""), second ? digest(`${textOf(second)}${JSON.stringify(second["tool_calls"] ?? "")}`) : null]
+  const answer = second ? digest(`${textOf(second)}${JSON.stringify(second["tool_calls"] ?? "")}`) : null
+  return [digest(first ? textOf(first) : ""), answer]
 }
 
-/** True when the history is not the one that was frozen: a compaction, or a first message that was rewritten. */
-function beginsAnew(frozen: Frozen | undefined, api: Api, body: JsonObject): boolean {
-  if (!frozen) return false
-  const [first, second] = headOf(api, body)
-  return frozen.head[0] !== first || (frozen.head[1] !== null && second !== null && frozen.head[1] !== second)
+/** True when the history is not the one that was known: a compaction, or a first message that was rewritten. */
+function beginsAnew(known: Head | undefined, now: Head): boolean {
+  if (!known) return false
+  return known[0] !== now[0] || (known[1] !== null && now[1] !== null && known[1] !== now[1])
 }
 
 function keepEnvironment(
@@ -81,12 +83,10 @@ function keepEnvironment(
   where: "first-message" | "system-end",
   cold: boolean,
 ): void {
-  const head = headOf(api, body)
   const found = takeEnvironment(api, body, pointerFor(where))
   if (found === undefined) return
   const kept = state.frozen[model]
-  const frozen = kept && !cold ? kept : { head, environment: found, told: found, notes: [] }
-  frozen.head[1] ??= head[1]
+  const frozen = kept && !cold ? kept : { environment: found, told: found, notes: [] }
   state.frozen[model] = frozen
   if (!placeEnvironment(api, body, frozen.environment, where)) throw new Error("no place for the environment block")
   if (found !== frozen.told) tellChange(frozen, api, body, found)

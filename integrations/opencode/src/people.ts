@@ -1,5 +1,7 @@
 /** Who a session belongs to: its parent and the root of its family, learned from events or asked from OpenCode. */
 
+import { put } from "./bounded.js"
+
 /** The one question we ask of OpenCode's client. */
 export type AskParent = (session: string) => Promise<string | null>
 
@@ -14,9 +16,7 @@ export class People {
 
   /** From `session.created` and `session.updated`. */
   learn(session: string, parent: string | null): void {
-    this.#parents.set(session, parent)
-    const oldest = this.#parents.keys().next().value
-    if (this.#parents.size > KEPT && oldest !== undefined) this.#parents.delete(oldest)
+    put(this.#parents, session, parent, KEPT)
   }
 
   async parent(session: string): Promise<string | null> {

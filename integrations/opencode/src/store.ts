@@ -2,15 +2,17 @@
 
 import { mkdirSync, readFileSync, readdirSync, renameSync, rmSync, statSync, writeFileSync } from "node:fs"
 import { join } from "node:path"
+import { put } from "./bounded.js"
 import { emptyBooks, type Books } from "./books.js"
 import type { Outline } from "./outline.js"
 import type { JsonObject } from "./prompt.js"
 import type { Heard } from "./warmth.js"
 
-/** A conversation under one model as its first message shows it; a compaction begins a new one. */
+/** Digests of a conversation's first two messages; the second is null until there is one. */
+export type Head = [string, string | null]
+
+/** The environment block as one model of a session was first told of it. */
 export interface Frozen {
-  /** Digests of the first two messages; the second is null until there is one. */
-  head: [string, string | null]
   environment: string
   /** The block as the model was last told of it, by the first message or by a note. */
   told: string
@@ -40,11 +42,16 @@ export interface SessionState {
   contextTokens: number | null
   /** Prunes OpenCode made before this moment are let through. */
   prunedUntilMs: number
+  /** By model, like `frozen`: a compaction begins a conversation with another head. */
+  heads: Record<string, Head>
   frozen: Record<string, Frozen>
   lanes: Record<string, Lane>
   held: { late: string[]; gone: string[]; changed: string[] }
   books: Books
 }
+
+/** Files hold the rest. */
+const KEPT_IN_MEMORY = 64
 
 /** What starts a file name must be a session id and nothing that leaves the folder. */
 const ID = /^[A-Za-z0-9_-]{1,128}$/
@@ -63,13 +70,7 @@ export class Store {
   /** The session's state: from memory, from its file, or new. */
   open(session: string, nowMs: number): SessionState {
     const known = this.#known.get(session) ?? this.#read(session) ?? fresh(session, nowMs)
-    this.#known.delete(session)
-    this.#known.set(session, known)
-    // memory is bounded like the folder: files hold the rest
-    for (const oldest of this.#known.keys()) {
-      if (this.#known.size <= Math.max(16, Math.min(this.maxSessions, 64))) break
-      this.#known.delete(oldest)
-    }
+    put(this.#known, session, known, KEPT_IN_MEMORY)
     return known
   }
 
@@ -140,6 +141,7 @@ function fresh(session: string, nowMs: number): SessionState {
     backend: null,
     contextTokens: null,
     prunedUntilMs: nowMs,
+    heads: {},
     frozen: {},
     lanes: {},
     held: { late: [], gone: [], changed: [] },

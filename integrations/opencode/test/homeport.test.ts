@@ -24,6 +24,7 @@ const from = (session: string, agent = "build") => ({
   price: { inputUsd: 2, cachedUsd: 0.5 },
   contextTokens: 100_000,
 })
+let steps = 0
 const PARENTS: Record<string, string | null> = { ses_a: null, ses_child: "ses_a", ses_grand: "ses_child" }
 
 function rig(given: Record<string, unknown> = {}) {
@@ -48,7 +49,7 @@ async function turn(at: ReturnType<typeof rig>, session: string, content: string
     return reply(headers, read)
   })
   const text = await response.text()
-  at.homeport.finished(session, { input, output: 5, cache: { read, write: 0 } }, 0.01)
+  at.homeport.finished(session, `prt_${++steps}`, { input, output: 5, cache: { read, write: 0 } }, 0.01)
   return { own, sent, text }
 }
 
@@ -108,7 +109,7 @@ test("cached tokens nobody reported are unknown, not zero, and no break", async 
     const body = JSON.stringify({ messages: [{ role: "user", content: "x" }] })
     const response = await at.homeport.carry(ticket, "http://h/v1/chat/completions", { body }, async () => reply({}, null))
     await response.text()
-    at.homeport.finished("ses_a", { input: 9_000, output: 1, cache: { read: 0, write: 0 } }, 0)
+    at.homeport.finished("ses_a", `prt_${n}`, { input: 9_000, output: 1, cache: { read: 0, write: 0 } }, 0)
   }
   const books = at.store.open("ses_a", 0).books
   assert.equal(books.cachedTokens, null)
@@ -171,10 +172,18 @@ test("prunes go through when the context is nearly full", () => {
   assert.equal(at.homeport.keepsPruned("ses_a")(at.clock.ms - 1), false)
 })
 
+test("a step that is told twice counts once and is no blind spot", async () => {
+  const at = rig()
+  await turn(at, "ses_a", "one", 0, 2_000)
+  at.homeport.finished("ses_a", `prt_${steps}`, { input: 2_000, output: 5, cache: { read: 0, write: 0 } }, 0.01)
+  assert.equal(at.store.open("ses_a", 0).books.requests, 1)
+  assert.deepEqual(at.told, [])
+})
+
 test("a provider whose requests are not seen is told of, once", () => {
   const at = rig()
-  at.homeport.finished("ses_x", { input: 1, output: 1, cache: { read: 0, write: 0 } }, 0)
-  at.homeport.finished("ses_x", { input: 1, output: 1, cache: { read: 0, write: 0 } }, 0)
+  at.homeport.finished("ses_x", "prt_1", { input: 1, output: 1, cache: { read: 0, write: 0 } }, 0)
+  at.homeport.finished("ses_x", "prt_2", { input: 1, output: 1, cache: { read: 0, write: 0 } }, 0)
   assert.equal(at.told.length, 1)
 })
 

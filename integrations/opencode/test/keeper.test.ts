@@ -155,6 +155,16 @@ test("at the end of the system prompt, where asked", () => {
   assert.equal(textOf(userTurnsOf("chat", sent)[0] as JsonObject), "do it")
 })
 
+test("a compaction is known as one without an environment block too", () => {
+  const at = state()
+  const off = { ...options, environment: "off" as const }
+  at.heard = hear("warm; keep=3600", START_MS)
+  prepare(at, sender, "chat", body("chat", { turns: ["do it", "done", "more"] }), off, START_MS)
+  const sent = body("chat", { turns: ["What did we do so far?", "a summary"], tools: ["bash"] })
+  prepare(at, sender, "chat", sent, off, START_MS)
+  assert.deepEqual(toolsOf(sent).map(toolName), ["bash"])
+})
+
 test("an agent of the same session with other tools has a list of its own", () => {
   const at = state()
   send(at, "chat", {})
