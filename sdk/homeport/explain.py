@@ -6,6 +6,7 @@ answer's usage says whether the prefix was read; the proxy's headers, the pause 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,7 +20,8 @@ from homeport.parting import Finding, is_thought, parting
 from homeport.prices import PriceBook, loss_of
 from homeport.prompt import Body, Prompt, api_of, prompt_of
 from homeport.providers import provider_for
-from homeport.redaction import expand
+from homeport.redaction import expand, holds_digests
+from homeport.tokens import tokenizer_for
 from homeport.usage import Usage
 
 CHARS_PER_TOKEN = 4
@@ -48,6 +50,7 @@ def explain(
     ``prices``: own prices; default: public ones. ``at``: when, for prices that changed. Pure, and never raises for a
     body of any shape."""
     answer = _Answer(
+        current,
         _usage(usage),
         {name.lower(): value for name, value in (response_headers or {}).items()},
         elapsed_s,
@@ -66,8 +69,10 @@ def explain(
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What is known of the answer: usage, headers by lower-case name, the pause before it, where it was asked for."""
+    """What is known of a request and its answer: the body as given, usage, headers by lower-case name, the pause before
+    it, where it was sent."""
 
+    body: Body
     usage: Usage | None
     headers: Mapping[str, str]
     elapsed_s: float | None
@@ -79,10 +84,23 @@ class _Answer:
         return any(name.startswith("x-homeport-") for name in self.headers)
 
     def tokens(self, chars: int, prompt: Prompt) -> int:
-        """Tokens of so many characters of ``prompt``: by its own usage, else 4 characters a token."""
+        """Tokens of so many characters of ``prompt``: by its own usage, else as its tokenizer counts where that is on
+        this machine, else 4 characters a token."""
         if self.usage is not None and self.usage.input_tokens and prompt.text:
             return round(chars * self.usage.input_tokens / len(prompt.text))
-        return -(-chars // CHARS_PER_TOKEN)
+        return math.ceil(chars / (_counted_chars_per_token(prompt, self.body) or CHARS_PER_TOKEN))
+
+
+_SAMPLE_CHARS = 16_384
+
+
+def _counted_chars_per_token(prompt: Prompt, body: Body) -> float | None:
+    """Characters a token in the first pages of a prompt; None without its tokenizer, and for a body without text."""
+    tokenizer = tokenizer_for(_model(prompt.body))
+    if tokenizer is None or holds_digests(dict(body)):
+        return None
+    sample = prompt.text[:_SAMPLE_CHARS]
+    return len(sample) / max(1, tokenizer(sample)) if sample else None
 
 
 def _usage(usage: object) -> Usage | None:

@@ -119,7 +119,7 @@ def _is_messages(body: Body) -> bool:
         return True
     messages = body.get("messages")
     return isinstance(messages, list) and any(
-        isinstance(block, dict) and block.get("type") in _ANTHROPIC_BLOCKS
+        isinstance(block, dict) and isinstance(kind := block.get("type"), str) and kind in _ANTHROPIC_BLOCKS
         for message in messages
         if isinstance(message, dict) and isinstance(content := message.get("content"), list)
         for block in content

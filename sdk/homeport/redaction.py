@@ -70,6 +70,13 @@ def is_redacted(value: JsonValue) -> bool:
     return isinstance(value, dict) and _stand_in(value) is not None
 
 
+def holds_digests(value: JsonValue) -> bool:
+    """Whether any string in ``value`` was replaced by its digests."""
+    if isinstance(value, list):
+        return any(holds_digests(item) for item in value)
+    return isinstance(value, dict) and (is_redacted(value) or any(holds_digests(item) for item in value.values()))
+
+
 def local_key(path: Path | None = None) -> bytes:
     """This machine's redaction key: read from ``path`` (default: the user's data folder), made there at first use.
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -370,6 +371,16 @@ class TestPlaceAndLoss:
         (found,) = explain(before, edited(before, put("/model", "other")))
         text = "".join(piece.text for piece in render("chat", before))
         assert found.lost_tokens == -(-len(text) // 4)
+
+    def test_a_tokenizer_on_this_machine_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = import_module("homeport.explain")
+        monkeypatch.setattr(module, "tokenizer_for", lambda model: len if model == "smollm2" else None)
+        before, after = chat(), edited(chat(), put("/messages/0/content", "New."))
+        (counted,) = explain(before, after)
+        (redacted,) = explain(redact(before, KEY), redact(after, KEY))  # type: ignore[arg-type]
+        assert counted.lost_tokens is not None
+        assert redacted.lost_tokens is not None
+        assert counted.lost_tokens > 3 * redacted.lost_tokens
 
     def test_usage_says_what_was_lost(self) -> None:
         (found,) = explain(chat(), edited(chat(), lambda b: b["tools"].reverse()), usage(1000, total=4000))
