@@ -559,7 +559,7 @@ def _block(block: JsonValue, pointer: str, ids: bool) -> _Runs:
         return [(pointer, block if isinstance(block, str) else _encode(block))]
     kind = block.get("type")
     text = block.get("text")
-    if kind in _TEXT_BLOCKS and isinstance(text, str):
+    if isinstance(kind, str) and kind in _TEXT_BLOCKS and isinstance(text, str):
         return [(f"{pointer}/text", text)]
     if kind == "thinking":
         return [(f"{pointer}/thinking", f"<think>{block.get('thinking')}</think>")]
