@@ -58,11 +58,6 @@ class CpuEngine:
     def model(self, name: str) -> Path:
         return self.models / name
 
-    def intel_openmp(self) -> Path | None:
-        """Intel's OpenMP library of the environment, None on other processors."""
-        library = self.env / "lib" / "libiomp5.so"
-        return library if library.exists() else None
-
 
 def cpu_engine(cache: Path | None = None) -> CpuEngine:
     """The installation that belongs to this version's pins, this Python and this machine, below ``cache``."""

@@ -213,7 +213,9 @@ def _pip(
     before = len(list(_site_packages(engine).glob("*.dist-info")))
 
     def share(output: str) -> tuple[float, str]:
-        fetched = sum(line.startswith(("Collecting ", "Requirement already")) for line in output.splitlines())
+        fetched = sum(
+            line.startswith(("Collecting ", "Processing ", "Requirement already")) for line in output.splitlines()
+        )
         placed = len(list(_site_packages(engine).glob("*.dist-info"))) - before
         return min(1.0, (fetched + placed) / (2 * packages)), f"{fetched} fetched, {max(0, placed)} installed"
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import get_args
@@ -112,7 +114,7 @@ def plan_from(args: argparse.Namespace) -> Plan:
     )
     if engine == "emulator":
         name = args.served_name or (Path(args.model).name if args.model else cpu.MODEL)
-        return make_plan(_with(wanted, model=name, served_name=name), checks.free_port)
+        return make_plan(replace(wanted, model=name, served_name=name), checks.free_port)
     return make_plan(_on_this_machine(args, wanted, found), checks.free_port)
 
 
@@ -127,13 +129,13 @@ def _on_this_machine(args: argparse.Namespace, wanted: Wanted, found: tuple[tupl
         if gpus < count:
             raise CommandError(f"{count} engines need {count} GPUs, this machine has {gpus}; take --mixed {gpus}")
         folder = folder or _installed(wanted).model(cpu.MODEL)
-        wanted = _with(wanted, program=program, gpus=gpus)
+        wanted = replace(wanted, program=program, gpus=gpus)
     else:
         engine = _installed(wanted)
         folder = folder or engine.model(cpu.MODEL)
         wide = not cpu.prefers_bfloat16()
         checks.require_memory(count, folder, wanted.kv_gib, bytes_per_weight_byte=2.0 if wide else 1.0)
-        wanted = _with(
+        wanted = replace(
             wanted,
             program=(str(engine.python), "-m", "vllm.entrypoints.cli.main", "serve"),
             dtype="float32" if wide else "bfloat16",
@@ -143,8 +145,8 @@ def _on_this_machine(args: argparse.Namespace, wanted: Wanted, found: tuple[tupl
     if most is not None and wanted.max_model_len > most:
         if args.max_model_len:
             raise CommandError(f"--max-model-len {wanted.max_model_len}: this model's context is {most}")
-        wanted = _with(wanted, max_model_len=most)
-    return _with(wanted, model=str(folder), served_name=wanted.served_name or folder.name)
+        wanted = replace(wanted, max_model_len=most)
+    return replace(wanted, model=str(folder), served_name=wanted.served_name or folder.name)
 
 
 def _installed(wanted: Wanted) -> cpu.CpuEngine:
@@ -209,22 +211,10 @@ def _new_log_dir() -> Path:
     runs = cache_dir() / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     for old in sorted(runs.iterdir())[: -KEPT_RUNS + 1]:
-        _remove(old)
+        shutil.rmtree(old, ignore_errors=True)
     folder = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 1000:03d}"
     folder.mkdir()
     return folder
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _with(wanted: Wanted, **changes: object) -> Wanted:
-    from dataclasses import replace
-
-    return replace(wanted, **changes)  # type: ignore[arg-type]
 
 
 def _count(text: str) -> int:

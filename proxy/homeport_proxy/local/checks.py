@@ -17,9 +17,10 @@ from homeport.cli import CommandError
 
 HOST = "127.0.0.1"
 PORTS = range(10_000, 30_000)
-_candidates = iter(random.sample(PORTS, len(PORTS)))
 ENGINE_BASE_GIB = 1.7
 """Memory of one CPU engine without weights and KV cache (API server and engine core share what they imported)."""
+
+_candidates = iter(random.sample(PORTS, len(PORTS)))
 
 
 def free_port() -> int:

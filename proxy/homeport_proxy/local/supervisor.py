@@ -25,6 +25,9 @@ ENGINE_GRACE_S = 10.0
 PROXY_READY_S = 60.0
 TAIL_LINES = 25
 
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Loopback is asked directly, whatever HTTP_PROXY says."""
+
 PartState = Literal["starting", "ready", "ended"]
 
 
@@ -155,7 +158,7 @@ class Supervisor:
         if _status(f"{self.plan.proxy_url}/health/ready") != 200:
             return False
         with suppress(OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-            with urllib.request.urlopen(f"{self.plan.proxy_url}/homeport/v1/status", timeout=PROBE_TIMEOUT_S) as answer:
+            with _direct.open(f"{self.plan.proxy_url}/homeport/v1/status", timeout=PROBE_TIMEOUT_S) as answer:
                 regions = json.load(answer)["regions"]
             states = [backend["state"] for region in regions.values() for backend in region["backends"]]
             return len(states) == len(self.plan.engines) and all(state == "up" for state in states)
@@ -168,7 +171,7 @@ class _Silent:
 
 def _status(url: str) -> int | None:
     try:
-        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S) as answer:
+        with _direct.open(url, timeout=PROBE_TIMEOUT_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
