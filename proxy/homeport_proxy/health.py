@@ -56,6 +56,7 @@ class Health:
         self._told: dict[str, State] = {}
         self._asked_models_s: dict[str, float] = {}
         self._probing: dict[str, asyncio.Task[None]] = {}
+        self._ramping: set[str] = set()
         self._loop_task: asyncio.Task[None] | None = None
         self._prober: Prober | None = None
 
@@ -196,16 +197,24 @@ class Health:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self.settings.interval_s)
-            for name, member in self.fleet.members.items():
-                if name not in self._probing:
-                    task = asyncio.create_task(self._probe(member), name=f"probe {name}")
-                    self._probing[name] = task
-                    task.add_done_callback(functools.partial(self._probed, name))
-            for gone in self._told.keys() - self.fleet.members.keys():
-                del self._told[gone]
-            if any(self.share(m) < 1.0 for m in self.fleet.members.values()):
-                self.fleet.touch()
-            self.refresh()
+            try:
+                self._round()
+            except Exception:  # the watch must go on whatever one round meets
+                log.exception("a round of probes failed inside the proxy")
+
+    def _round(self) -> None:
+        for name, member in self.fleet.members.items():
+            if name not in self._probing:
+                task = asyncio.create_task(self._probe(member), name=f"probe {name}")
+                self._probing[name] = task
+                task.add_done_callback(functools.partial(self._probed, name))
+        for gone in self._told.keys() - self.fleet.members.keys():
+            del self._told[gone]
+        ramping = {m.name for m in self.fleet.members.values() if self.share(m) < 1.0}
+        if ramping or self._ramping:
+            self.fleet.touch()  # once more after the last: it has its full share then
+        self._ramping = ramping
+        self.refresh()
 
     def _probed(self, name: str, task: asyncio.Task[None]) -> None:
         self._probing.pop(name, None)

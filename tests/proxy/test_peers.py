@@ -177,3 +177,30 @@ async def test_the_round_trip_is_measured() -> None:
         peer = control.regions.peers["b"]
         await until(lambda: len(peer.recent_rtt_s) > 2)
         assert 0 < peer.rtt_s < 5
+
+
+async def test_two_regions_of_one_proxy_share_sessions_and_drain_apart() -> None:
+    async with AsyncExitStack() as stack:
+        engines = [await ScriptedEngine(chat).start() for _ in range(2)]
+        for engine in engines:
+            stack.push_async_callback(engine.stop)
+        proxy = RegionProxy("a", free_port(), engines[0])
+        stack.push_async_callback(proxy.stop)
+        await proxy.start(f"""
+listen: 127.0.0.1:{proxy.port}
+region: a
+regions:
+  a: {{backends: [{{name: engine-a, url: "{engines[0].url}"}}]}}
+  b: {{backends: [{{name: engine-b, url: "{engines[1].url}"}}], rtt_ms: 1}}
+timeouts: {{drain_s: 0.1}}
+log: {{level: error}}
+""")
+        homes = {f"s{i}": home_of(await proxy.chat(f"s{i}")) for i in range(12)}
+        assert set(homes.values()) == {"a", "b"}
+        for session, home in homes.items():
+            answer = await proxy.chat(session)
+            assert (home_of(answer), answer["x-homeport-region"]) == (home, home)
+        control = proxy.control
+        assert control is not None
+        assert control.drain("b")
+        assert {home_of(await proxy.chat(session)) for session in homes} == {"a"}

@@ -288,8 +288,15 @@ class Parent:
             )
             for member in control.fleet.members.values()
         }
+        sizes = {
+            place: size
+            for member in control.fleet.members.values()
+            if (router := control.routers.get(member.region)) is not None
+            for place in member.place_names()
+            if (size := router.block_tokens(place)) is not None
+        }
         down = frozenset(peer.name for peer in control.regions.peers.values() if peer.up is False)
-        return Facts(control.config, members, control.account.bytes_per_token.ratios(), down, control.stopping)
+        return Facts(control.config, members, control.account.bytes_per_token.ratios(), down, sizes, control.stopping)
 
 
 def _hold(host: str, port: int) -> socket.socket:

@@ -33,6 +33,7 @@ class Facts:
     members: Mapping[str, MemberFacts]
     bytes_per_token: Mapping[str, float]
     peers_down: frozenset[str]
+    block_tokens: Mapping[str, int]
     stopping: bool
 
 

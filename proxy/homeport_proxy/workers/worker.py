@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -141,19 +142,22 @@ class RemoteHealth:
 class RemoteBooks:
     """Identity, regions and stored responses, asked of the parent."""
 
-    def __init__(self, link: Link, peers: dict[str, Peer]) -> None:
+    def __init__(self, link: Link, control: RemoteControl) -> None:
         self._link = link
-        self._peers = peers
+        self._control = control
 
     async def identify(self, seen: Look) -> Identity:
         return cast("Identity", await self._link.ask("identify", seen))
 
     async def locate(self, exchange: Exchange) -> Located | None:
+        config = self._control.config
+        if len(config.regions) == 1:
+            return Located(config.region)  # nothing to choose: regions a tenant or model may name are this one
         answer = await self._link.ask("locate", to_travel(exchange, keep_document=False))
         if answer is None:
             return None
         region, by_peer, reason = answer
-        return Located(region, self._peers.get(region) if by_peer else None, reason)
+        return Located(region, self._control.regions.peers.get(region) if by_peer else None, reason)
 
     async def holder(self, tenant: str, response_id: str) -> str | None:
         return cast("str | None", await self._link.ask("holder", tenant, response_id))
@@ -171,6 +175,16 @@ class RemoteRegions:
 
     def failed(self, peer: Peer, *, refused: bool) -> None:
         self._link.tell("peer_failed", peer.name, refused)
+
+
+class BlockSizes:
+    """The engines' block sizes in tokens, as their KV events told the parent."""
+
+    def __init__(self) -> None:
+        self.sizes: Mapping[str, int] = {}
+
+    def block_tokens(self, place: str) -> int | None:
+        return self.sizes.get(place)
 
 
 class RemoteAccount:
@@ -205,9 +219,11 @@ class RemoteControl:
         self.placer = RemotePlacer(link)
         self.health = RemoteHealth(link)
         self.regions = RemoteRegions(link)
-        self.books = RemoteBooks(link, self.regions.peers)
+        self.books = RemoteBooks(link, self)
         self.account = RemoteAccount(link, keep_document=facts.config.record.file is not None)
         self.fleet = Fleet(facts.config)
+        self._block_sizes = BlockSizes()
+        self.routers: dict[str, BlockSizes] = {}
         self.admission = Admission(facts.config.tenants, RemoteLimits(link))
         self._folder = folder
         self.take(facts)
@@ -227,6 +243,8 @@ class RemoteControl:
             self.fleet.members[name] = member
             self.health.states[name] = fact.state
         self.account.bytes_per_token.take(facts.bytes_per_token)
+        self._block_sizes.sizes = facts.block_tokens
+        self.routers = {n: self._block_sizes for n, region in facts.config.regions.items() if region.kind == "local"}
         peers = {name: region for name, region in facts.config.regions.items() if region.kind == "peer"}
         for name in self.regions.peers.keys() - peers.keys():
             del self.regions.peers[name]
