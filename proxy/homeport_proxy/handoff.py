@@ -11,7 +11,6 @@ its KV stays pinned on the prefill engine.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -28,6 +27,7 @@ from homeport_proxy.engines import Engine, Engines
 from homeport_proxy.errors import no_backend, upstream_error, upstream_timeout
 from homeport_proxy.exchange import Exchange, LegRecord, State
 from homeport_proxy.health import Health, Part
+from homeport_proxy.ids import mint
 from homeport_proxy.job import Job
 from homeport_proxy.patience import Patience
 from homeport_proxy.placer import Placer
@@ -193,7 +193,7 @@ class Attempt:
     async def _pair(self, prefilling: Engine, serving: Engine) -> Pair:
         engines = self._desk.engines
         try:
-            return Pair(secrets.token_hex(16), await engines.address(prefilling), await engines.address(serving))
+            return Pair(mint(128), await engines.address(prefilling), await engines.address(serving))
         except UpstreamError as fault:
             raise PrefillFailedError(f"prefill on {prefilling.place} failed: {fault}") from None
 
@@ -399,7 +399,7 @@ class Attempt:
 
     def _record(self, engine: Engine, part: Part) -> LegRecord:
         number = len(self._exchange.legs)
-        record = LegRecord(engine.place, part, f"{self._exchange.request_id[:96]}-{number}-{secrets.token_hex(4)}")
+        record = LegRecord(engine.place, part, f"{self._exchange.request_id[:96]}-{number}-{mint(32)}")
         self._exchange.legs.append(record)
         return record
 
@@ -467,19 +467,14 @@ async def answer(desk: Desk, exchange: Exchange, job: Job, downstream: Downstrea
         if result is None or downstream.started:
             return
         tried.add(decision.place)
-        if isinstance(result, Refused):
-            refusal, fault = result, None
-            if result.head.status not in REFUSALS:
-                break
-        else:
-            refusal, fault = None, result
-            if result.timed_out and result.sent:
-                break
-        if refusal is not None or (fault is not None and fault.sent):
-            if not second_chance:
-                break
-            second_chance = False
-            held = None
+        spent = isinstance(result, Refused) or result.sent
+        if spent or (refusal is None and fault is None):
+            refusal = result if isinstance(result, Refused) else None
+            fault = None if isinstance(result, Refused) else result
+        if spent and (not second_chance or not _may_be_tried_again(result)):
+            break
+        if spent:
+            second_chance, held = False, None
         try:
             again = await desk.placer.again(ticket, frozenset(tried))
         except asyncio.CancelledError:
@@ -492,6 +487,11 @@ async def answer(desk: Desk, exchange: Exchange, job: Job, downstream: Downstrea
     _give_up(exchange, downstream, refusal, fault)
 
 
+def _may_be_tried_again(result: Refused | UpstreamError) -> bool:
+    """Not an answer that stands as it is, and not silence: behind that an engine may still be generating."""
+    return result.head.status in REFUSALS if isinstance(result, Refused) else not result.timed_out
+
+
 def _free(desk: Desk, exchange: Exchange, job: Job, held: Held) -> None:
     """The client left with parameters in our hand: let the decode engine tell the prefill engine to free."""
     if not held.usable(asyncio.get_running_loop().time()):
@@ -501,7 +501,7 @@ def _free(desk: Desk, exchange: Exchange, job: Job, held: Held) -> None:
     except KeyError:
         return  # the backend is gone from the configuration
     leg = held.transfer.decode_leg(cast("Api", job.api.name), held.pair, held.params)
-    request_id = f"{exchange.request_id[:96]}-free-{secrets.token_hex(4)}"
+    request_id = f"{exchange.request_id[:96]}-free-{mint(32)}"
     desk.orphans.free(engine, job.for_engine(engine, leg, request_id))
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import posixpath
+import re
 from collections.abc import Iterable
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
+_PLAIN = re.compile(r"(?:/[A-Za-z0-9_:@-][A-Za-z0-9_:@.-]*)+")
 _SAFE = "/:@!$&'()*+,;=~-._"
 
 
@@ -21,6 +23,8 @@ def split_target(target: str) -> tuple[str, str]:
 
 def normalise(path: str) -> str:
     """Percent-encoding undone, dot segments and empty segments resolved; decoded, without a trailing slash."""
+    if _PLAIN.fullmatch(path):
+        return path
     decoded = unquote_to_bytes(path).decode("utf-8", "replace").replace("\\", "/")
     return posixpath.normpath("/" + decoded.lstrip("/"))
 

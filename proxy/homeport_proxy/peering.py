@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
-
 from homeport_proxy import headers as header_rules
 from homeport_proxy.downstream import Downstream
 from homeport_proxy.errors import upstream_timeout
 from homeport_proxy.exchange import Exchange, LegRecord, State
 from homeport_proxy.handoff import Desk
+from homeport_proxy.ids import mint
 from homeport_proxy.job import Job
 from homeport_proxy.patience import Patience
 from homeport_proxy.peers import Peer, Regions
@@ -41,7 +40,7 @@ async def answer(desk: Desk, regions: Regions, exchange: Exchange, job: Job, dow
             exchange.region_reason = f"{peer.name} cannot be reached"
             return False
         record.state = State.SENT
-        message = job.for_peer(engine, f"{exchange.request_id[:96]}.{secrets.token_hex(4)}", exchange.hops + 1)
+        message = job.for_peer(engine, f"{exchange.request_id[:96]}.{mint(32)}", exchange.hops + 1)
         timeouts = desk.timeouts()
         patience = Patience(
             connection, timeouts.first_token_s, lambda: peer.up is False, idle_s=timeouts.idle_s, relay=relay

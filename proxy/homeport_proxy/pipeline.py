@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +28,7 @@ from homeport_proxy.errors import ProxyError, invalid_request, model_not_found, 
 from homeport_proxy.exchange import Exchange, Identity
 from homeport_proxy.headers import of_exchange, usable_request_id
 from homeport_proxy.identity import look
+from homeport_proxy.ids import mint
 from homeport_proxy.intake import read_body
 from homeport_proxy.job import Job
 from homeport_proxy.prefix import Prefixes
@@ -210,7 +210,7 @@ class Pipeline:
         exchange.decide_s = max(0.0, waited_s - exchange.queued_s)
 
     def _view(self, exchange: Exchange) -> RequestView:
-        identity = exchange.identity or Identity(secrets.token_hex(16), "request", "side", final=True)
+        identity = exchange.identity or Identity(mint(128), "request", "side", final=True)
         document = exchange.document or {}
         user = document.get("user")
         return RequestView(
@@ -313,7 +313,7 @@ def arrive(request: web.BaseRequest) -> Exchange:
     path, query = paths.split_target(request.raw_path)
     given = request.headers.get("x-request-id")
     return Exchange(
-        request_id=cast("str", given) if usable_request_id(given) else f"req_{secrets.token_hex(12)}",
+        request_id=cast("str", given) if usable_request_id(given) else f"req_{mint(96)}",
         api=of_path(path).name,
         method=request.method,
         path=path,

@@ -94,6 +94,18 @@ async def test_if_all_refuse_the_last_answer_passes_through() -> None:
     await two.stop()
 
 
+async def test_an_engines_refusal_outlives_connections_that_are_refused() -> None:
+    busy, gone = await ScriptedEngine(answering(429)).start(), await ScriptedEngine(chat).start()
+    async with proxy_for(backends(busy, gone)) as (url, proxy):
+        await gone.stop()
+        for number in range(3):
+            code, _, text = await post(url, BODY | {"user": str(number)})
+            assert code == 429
+            assert "said 429" in text
+        await eventually(lambda: idle(proxy))
+    await busy.stop()
+
+
 @pytest.mark.parametrize("status", [400, 404, 422, 500])
 async def test_other_answers_pass_through_untried(status: int) -> None:
     one, two = await ScriptedEngine(answering(status)).start(), await ScriptedEngine(answering(status)).start()

@@ -1,0 +1,15 @@
+"""Ids that are unique, not secret: cheap enough for every attempt."""
+
+from __future__ import annotations
+
+import os
+import random
+
+_dice = random.Random()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_dice.seed)  # a forked worker must not repeat its parent's ids
+
+
+def mint(bits: int) -> str:
+    """``bits`` random bits in hexadecimal, always of the same length."""
+    return f"{_dice.getrandbits(bits):0{bits // 4}x}"
