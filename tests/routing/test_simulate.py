@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from homeport_proxy.routing.views import RoutingSettings
-from homeport_proxy.simulate.cluster import Cluster, ClusterError, Sessions, load_cluster
+from homeport_proxy.simulate.cluster import Cluster, ClusterError, Region, Sessions, load_cluster
 from homeport_proxy.simulate.live import block_text, prompt_text
 from homeport_proxy.simulate.peers import PEERS
 from homeport_proxy.simulate.result import Row, Samples, quantile
@@ -120,6 +120,26 @@ def test_noise_and_missing_session_ids_leave_the_policy_standing() -> None:
     assert plain.hit_ratio is not None
     assert noisy.hit_ratio > 0.95 * plain.hit_ratio
     assert nameless.hit_ratio > 0.95 * plain.hit_ratio
+
+
+def test_an_index_from_events_a_second_old_does_as_well() -> None:
+    plain = row("cost")
+    for lag_s in (0.0, 1.0):
+        late = row("cost", cluster=CLUSTER.model_copy(update={"index": "exact", "telemetry_lag_s": lag_s}))
+        assert late.hit_ratio is not None
+        assert plain.hit_ratio is not None
+        assert late.hit_ratio > 0.97 * plain.hit_ratio
+
+
+def test_the_round_trip_keeps_requests_in_their_region() -> None:
+    def crossing(rtt_ms: float) -> float:
+        regions = {name: Region(replicas=2, share=share, rtt_ms=rtt_ms) for name, share in (("a", 65), ("b", 35))}
+        found = row("cost", cluster=CLUSTER.model_copy(update={"regions": regions})).cross_region_ratio
+        assert found is not None
+        return found
+
+    assert crossing(1) > 0.3
+    assert crossing(5_000) < 0.1
 
 
 def test_processes_give_the_same_lines_in_order() -> None:

@@ -76,7 +76,7 @@ def best_prefill(
 
     def total(plan: tuple[PlaceView, float, float, int]) -> tuple[float, int]:
         place, wait_s, work_s, _ = plan
-        cost_s = wait_s + work_s + k * (work_s - least_s) + settings.tau_later_s * place.rho + place.rates.rtt_s
+        cost_s = wait_s + work_s + k * (work_s - least_s) + settings.tau_later_s * place.rho + place.rtt_s
         return round(cost_s, 3), -rank(request.session, place.name)
 
     place, wait_s, work_s, cached = min(plans, key=total)

@@ -346,6 +346,7 @@ class Router:
             view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name)
             view.cached_tokens = index.cached_tokens(name, request)
             view.host_tokens = index.host_tokens(name, request)
+            view.rtt_s = place.rates.rtt_s + request.rtt_s.get(place.spec.backend, 0.0)
             view.confidence = place.confidence.of(request.api)
             view.home = name == home
             view.bound = view.home and now_s - session.last_used_s < self.settings.drain_idle_s

@@ -74,6 +74,8 @@ class RequestView:
     adapter: str | None = None
     cache_scope: str = ""
     """Requests of different scopes share no cache (a tenant's salt); empty: the whole fleet's."""
+    rtt_s: Mapping[str, float] = field(default_factory=dict)
+    """Extra round trip by backend, for a request that came in far from it (seconds)."""
     split_refused: str | None = None
     """Why prefill and decode must stay on one engine (from the capability table); None when they may part."""
 
@@ -174,10 +176,11 @@ class RoutingSettings:
 class PlaceView:
     """One place as a decision sees it: a snapshot, read and never written by a policy.
 
-    ``wait_s``: predicted prefill left on the engine. ``queued_works_s``: predicted prefill of the requests held for it,
-    in the order of ``queued_ranks`` (``work + age_weight * since``). ``rho``: offered prefill work per second, averaged
-    over the load window. ``cached_tokens``: what the index expects the engine to find of this very prompt; None when it
-    knows nothing. ``down_s`` counts since the place went down.
+    ``rtt_s``: round trip from where this request came in. ``wait_s``: predicted prefill left on the engine.
+    ``queued_works_s``: predicted prefill of the requests held for it, in the order of ``queued_ranks``
+    (``work + age_weight * since``). ``rho``: offered prefill work per second, averaged over the load window.
+    ``cached_tokens``: what the index expects the engine to find of this very prompt; None when it knows nothing.
+    ``down_s`` counts since the place went down.
     """
 
     name: str
@@ -189,6 +192,7 @@ class PlaceView:
     cooling: bool = False
     kv_transfer: bool = False
     kv_capacity_tokens: int | None = None
+    rtt_s: float = 0.0
     wait_s: float = 0.0
     queued_ranks: Sequence[float] = ()
     queued_works_s: Sequence[float] = ()

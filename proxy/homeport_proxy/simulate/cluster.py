@@ -77,6 +77,8 @@ class Cluster(_Section):
             raise ValueError("window must be two shares of the run, 0 <= start < end <= 1")
         if bool(self.prefill_replicas) != bool(self.decode_replicas):
             raise ValueError("prefill_replicas and decode_replicas go together: give both or neither")
+        if self.regions and self.prefill_replicas:
+            raise ValueError("regions hold mixed replicas: leave out prefill_replicas and decode_replicas")
         return self
 
     @property

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from homeport_engines.vllm.kv import BlockRemoved, BlockStored, KvBatch, KvEvent
 from homeport_proxy.routing.cost import decode_step_s, prefill_s
 from homeport_proxy.routing.index.lru import PrefixLru
 from homeport_proxy.routing.views import Rates, Ticket
@@ -42,6 +44,9 @@ class SimEngine:
     running: Job | None = None
     sequences: int = 0
     context_tokens: int = 0
+    tell: Callable[[KvBatch], None] | None = None
+    """Where KV events go, when the engine publishes them."""
+    told: int = 0
     busy_s: float = 0.0
     """Time spent in prefill since the start."""
     _prefills: deque[tuple[float, float, float]] = field(default_factory=deque)
@@ -68,7 +73,7 @@ class SimEngine:
         if job is None:
             raise RuntimeError("no prefill is running")
         self.running = None
-        self.cache.use(job.call.keys)
+        self._use(job.call.keys)
         return job
 
     def start_decode(self, job: Job, now_s: float) -> float:
@@ -81,7 +86,28 @@ class SimEngine:
         """The sequence leaves; its blocks were in use until now."""
         self.sequences -= 1
         self.context_tokens -= job.call.prompt_tokens
-        self.cache.use(job.call.keys)
+        self._use(job.call.keys)
+
+    def receive(self, job: Job) -> None:
+        """The prompt's KV came from the prefill engine."""
+        self._use(job.call.keys)
+
+    def _use(self, keys: Sequence[int]) -> None:
+        if self.tell is None:
+            self.cache.use(keys)
+            return
+        held = self.cache.match(keys)
+        gone = self.cache.gone = []
+        self.cache.use(keys)
+        events: list[KvEvent] = []
+        if held < len(keys):
+            parent = keys[held - 1] if held else None
+            events.append(BlockStored(tuple(keys[held:]), parent, self.block_tokens))
+        if gone:
+            events.append(BlockRemoved(tuple(gone)))
+        if events:
+            self.tell(KvBatch(self.told, float(self.told + 1), tuple(events)))
+            self.told += 1
 
     def crash(self) -> None:
         """Everything in memory is gone."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from homeport_engines.vllm.kv import KvBatch
 from homeport_proxy.routing.index import Index
 from homeport_proxy.routing.index.lru import PrefixLru
 from homeport_proxy.routing.policies import POLICIES, Policy
@@ -18,7 +19,7 @@ from homeport_proxy.simulate.engine import Job, SimEngine
 from homeport_proxy.simulate.oracle import OracleIndex
 from homeport_proxy.simulate.peers import PEERS
 from homeport_proxy.simulate.result import Sample, Samples
-from homeport_proxy.simulate.workload import Lane, Workload
+from homeport_proxy.simulate.workload import Call, Lane, Workload
 
 MODEL = "m"
 ONE_CACHE = "one-cache"
@@ -72,6 +73,7 @@ class Simulation:
         self._wake_s = float("inf")
         self.samples = Samples()
         self.engines = _engines(cluster, policy, seed)
+        self._region_of = _region_of(cluster)
         self.router = self._router(policy, seed, settings or RoutingSettings(), rule, queue_for_peers)
         self._lanes: list[LaneRun] = []
         self._jobs: dict[Ticket, Job] = {}
@@ -86,7 +88,7 @@ class Simulation:
     ) -> Router:
         cluster = self.cluster
         index: Index | None = None
-        if policy == ONE_CACHE or cluster.index == "exact":
+        if policy == ONE_CACHE:
             index = OracleIndex(self.engines, cluster.block_tokens)
         if policy in PEERS:
             rule = rule or PEERS[policy]()
@@ -95,9 +97,20 @@ class Simulation:
             settings = replace(settings, policy=policy)  # type: ignore[arg-type]
         router = Router(settings, seed=seed, policy=rule, index=index)
         router.set_places(_specs(cluster, self.engines))
-        for name in self.engines:
+        for name, engine in self.engines.items():
             router.set_state(name, "up", 0.0)
+            if cluster.index == "exact" and policy != ONE_CACHE:
+                router.kv_follow(name)
+                engine.tell = self._telling(router, name)
         return router
+
+    def _telling(self, router: Router, place: str) -> Callable[[KvBatch], None]:
+        """An engine's events reach the router ``telemetry_lag_s`` late, and in order."""
+
+        def tell(batch: KvBatch) -> None:
+            self.at(self.now_s + self.cluster.telemetry_lag_s, lambda: _heard(router, place, batch))
+
+        return tell
 
     # -- the clock ---------------------------------------------------------------------------------------------------
 
@@ -178,7 +191,8 @@ class Simulation:
             model=MODEL,
             session=run.lane.name if self.cluster.session_ids else f"r{self._requests}",
             prompt_tokens=call.prompt_tokens,
-            prefix=PrefixKeys(text_blocks=call.keys),
+            prefix=self._prefix(call),
+            rtt_s=self._distances(run.region),
             parent=run.parent,
             kind="subagent" if run.parent else "main",
             final=last and self.cluster.end_hints,
@@ -186,6 +200,21 @@ class Simulation:
         ticket = self.router.arrive(request, self.now_s)
         self._measuring += self.now_s <= self.samples.window_s[1]
         self._jobs[ticket] = Job(ticket, call, lane, self.now_s)
+
+    def _prefix(self, call: Call) -> PrefixKeys:
+        tokens = {self.cluster.block_tokens: call.keys} if self.cluster.index == "exact" else {}
+        return PrefixKeys(text_blocks=call.keys, token_blocks=tokens)
+
+    def _distances(self, origin: str) -> dict[str, float]:
+        """Round trips from a region to the engines of the others (s)."""
+        if not origin:
+            return {}
+        regions = self.cluster.regions
+        return {
+            name: max(regions[origin].rtt_ms, regions[place].rtt_ms) / 1000
+            for name, place in self._region_of.items()
+            if place != origin
+        }
 
     def _pump(self) -> None:
         for ticket in self.router.due(self.now_s):
@@ -200,6 +229,7 @@ class Simulation:
         if decision is None:
             raise RuntimeError(f"the cluster cannot serve a request: {job.ticket.refused}")
         job.host = self.engines[decision.place]
+        job.rtt_s = job.ticket.request.rtt_s.get(decision.place, 0.0)
         engine = self.engines[decision.prefill_place or decision.place]
         engine.waiting.append(job)
         self._start_prefill(engine)
@@ -229,7 +259,8 @@ class Simulation:
     def _first_token(self, job: Job, host: SimEngine) -> None:
         attempt = job.attempt
         job.first_token_s = self.now_s
-        host.cache.use(job.call.keys)
+        if job.ticket.decision is not None and job.ticket.decision.prefill_place is not None:
+            host.receive(job)
         self.router.first_token(job.ticket, self.now_s)
         self.at(host.start_decode(job, self.now_s), lambda: self._finished(job, host, attempt))
 
@@ -303,7 +334,7 @@ class Simulation:
                 prompt_tokens=job.call.prompt_tokens,
                 cached_tokens=job.cached_tokens,
                 moved=decision.word not in (Word.HOME, Word.PLACED),
-                crossed=False,
+                crossed=job.rtt_s > 0,
             )
         )
         self.samples.gaps(job.arrived_s, decode_s / max(output, 1), output, stretched)
@@ -335,12 +366,26 @@ def _engines(cluster: Cluster, policy: str, seed: int) -> dict[str, SimEngine]:
     return engines
 
 
+def _heard(router: Router, place: str, batch: KvBatch) -> None:
+    router.kv_events(place, batch)
+
+
+def _region_of(cluster: Cluster) -> dict[str, str]:
+    """Each engine's region, in the order of the file; empty without regions."""
+    places = [region for region, members in cluster.regions.items() for _ in range(members.replicas)]
+    return {f"e{number}": region for number, region in enumerate(places)}
+
+
 def _names(cluster: Cluster) -> list[tuple[str, str]]:
     if cluster.prefill_replicas:
         return [(f"p{n}", "prefill") for n in range(cluster.prefill_replicas)] + [
             (f"d{n}", "decode") for n in range(cluster.decode_replicas)
         ]
-    return [(f"e{n}", "mixed") for n in range(cluster.replicas)]
+    return [(f"e{n}", "mixed") for n in range(_replicas(cluster))]
+
+
+def _replicas(cluster: Cluster) -> int:
+    return sum(region.replicas for region in cluster.regions.values()) or cluster.replicas
 
 
 def _specs(cluster: Cluster, engines: dict[str, SimEngine]) -> list[PlaceSpec]:

@@ -19,13 +19,15 @@ class PrefixLru:
     gives the order of a full LRU (a parent is never older than its children) at the price of the new blocks alone.
     """
 
-    __slots__ = ("_clock", "_leaves", "_nodes", "capacity_blocks")
+    __slots__ = ("_clock", "_leaves", "_nodes", "capacity_blocks", "gone")
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
         self._nodes: dict[int, list[int]] = {}
         self._leaves: list[tuple[int, int]] = []
         self._clock = 0
+        self.gone: list[int] | None = None
+        """Where to note evicted keys, for whoever tells others of them."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -81,6 +83,8 @@ class PrefixLru:
                 continue  # gone, grown or used since it was noted
             del nodes[key]
             evicted += 1
+            if self.gone is not None:
+                self.gone.append(key)
             parent = nodes.get(node[_PARENT])
             if parent is not None:
                 parent[_CHILDREN] -= 1

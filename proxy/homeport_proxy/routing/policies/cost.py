@@ -68,10 +68,8 @@ def choose(
         shadow_s = k * (work_s - least_s)
         load_s = tau_s * own_rho
         slow_s = settings.decode_weight * decode_slowdown_s(place, prompt, output)
-        total_s = wait_s + work_s + shadow_s + load_s + transfer_s + slow_s + place.rates.rtt_s
-        costs[place.name] = Cost(
-            total_s, wait_s, work_s, shadow_s, load_s, transfer_s, slow_s, place.rates.rtt_s, cached
-        )
+        total_s = wait_s + work_s + shadow_s + load_s + transfer_s + slow_s + place.rtt_s
+        costs[place.name] = Cost(total_s, wait_s, work_s, shadow_s, load_s, transfer_s, slow_s, place.rtt_s, cached)
         scored.append((total_s, place))
         if place.home:
             home = (total_s, place)
