@@ -17,7 +17,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from homeport.ledger import COLUMNS, Budget, Entry, Ledger
@@ -99,6 +99,7 @@ def test_groups_and_filters() -> None:
             ledger.totals(["colour"])  # type: ignore[list-item]
 
 
+@settings(deadline=None)
 @given(st.lists(st.decimals(0, 100, places=12), min_size=1, max_size=20))
 def test_sums_are_exact(costs: list[Decimal]) -> None:
     with Ledger(flush_interval_s=0) as ledger:

@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from homeport.prices import Price, PriceBook, Tier, cost_of, loss_of
@@ -188,6 +188,7 @@ def test_without_the_extra_vendors_are_unknown(monkeypatch: pytest.MonkeyPatch) 
 tokens = st.integers(0, 10**7)
 
 
+@settings(deadline=None)
 @given(fresh=tokens, read=tokens, written=tokens, output=tokens)
 def test_what_was_saved_is_the_difference_to_no_cache(fresh: int, read: int, written: int, output: int) -> None:
     total = fresh + read + written

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from homeport.usage import Usage, UsageMeter
@@ -415,12 +415,14 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(json_values | st.binary() | st.text())
 def test_never_raises(value: Any) -> None:
     usage = Usage.parse(value)
     assert usage.cached_tokens is None or usage.cached_tokens >= 0
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6))
 def test_additive_and_inclusive_agree(fresh: int, read: int, written: int, output: int) -> None:
     additive = {
