@@ -121,14 +121,14 @@ def error_object(error: ProxyError, api: str, request_id: str) -> dict[str, obje
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
-def stream_frame(error: ProxyError, api: str, request_id: str) -> bytes:
+def stream_frame(error: ProxyError, api: str, request_id: str, sequence: int = 0) -> bytes:
     """The SSE frame that ends a stream which has begun, in the vocabulary of ``api``; no ``[DONE]`` follows it.
 
-    Responses streams carry a flat ``error`` event (its ``sequence_number`` is unknown here and left out of order as
-    -1); Anthropic's carry ``event: error``; chat and completions a bare ``data:`` with the error object.
+    Responses streams carry a flat ``error`` event, numbered ``sequence``; Anthropic's ``event: error``; chat and
+    completions a bare ``data:`` with the error object.
     """
     if api == "responses":
-        event = {"type": "error", "code": error.code, "message": error.message, "param": None, "sequence_number": -1}
-        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+        event = {"type": "error", "code": error.code, "message": error.message, "param": None}
+        return b"event: error\ndata: " + msgspec.json.encode(event | {"sequence_number": sequence}) + b"\n\n"
     prefix = b"event: error\n" if api in ANTHROPIC_APIS else b""
     return prefix + b"data: " + msgspec.json.encode(error_object(error, api, request_id)) + b"\n\n"

@@ -233,7 +233,9 @@ class Relay:
         self._exchange.error = error.code
         half = b"\n\n" if self._framer.oversized else b""
         self._framer.flush()
-        self._down.write(half + stream_frame(error, self._plan.api.name, self._exchange.request_id))
+        number = parse(frame_parts(self._last)[1]).get("sequence_number")
+        following = number + 1 if isinstance(number, int) else 0
+        self._down.write(half + stream_frame(error, self._plan.api.name, self._exchange.request_id, following))
         self._down.end()
 
     def _read_usage(self, document: bytes) -> bool:

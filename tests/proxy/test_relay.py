@@ -139,6 +139,33 @@ async def test_an_engine_that_dies_in_mid_stream_is_told_of(how: str) -> None:
     await engine.stop()
 
 
+@pytest.mark.parametrize(
+    ("path", "frames", "last"),
+    [
+        (
+            "/v1/responses",
+            [b'event: response.created\ndata: {"type":"response.created","sequence_number":0}\n\n'],
+            {"type": "error", "code": "upstream_error", "param": None, "sequence_number": 1},
+        ),
+        ("/v1/messages", [b'event: message_start\ndata: {"type":"message_start"}\n\n'], {"type": "error"}),
+    ],
+)
+async def test_a_broken_stream_ends_in_its_apis_words(path: str, frames: list[bytes], last: dict[str, Any]) -> None:
+    async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        writer.write(SSE_HEAD + b"".join(map(in_chunk, frames)))
+        await writer.drain()
+
+    engine = await RawEngine(dying).start()
+    async with proxy_for(backends(engine)) as (url, _):
+        raw = await read_raw(url, raw_post(json.dumps(STREAM | {"max_tokens": 5}).encode(), "1.0", path))
+        end = raw.split(b"\n\n")[-2]
+        assert end.startswith(b"event: error\ndata: ")
+        document = json.loads(end.partition(b"data: ")[2])
+        assert last.items() <= document.items()
+        assert document.get("message") or document["error"]["type"] == "api_error"
+    await engine.stop()
+
+
 async def test_a_client_that_leaves_aborts_the_engine_streamed_and_silent() -> None:
     async def silent(request: web.Request, seen: Seen) -> web.StreamResponse:
         if seen.body.get("stream"):
