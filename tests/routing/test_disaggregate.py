@@ -29,6 +29,15 @@ def test_a_new_prompt_is_prefilled_apart_and_a_small_turn_where_it_decodes() -> 
     assert fleet.empty()
 
 
+def test_an_answer_that_is_not_streamed_leaves_its_prompt_at_the_decode_engine_too() -> None:
+    fleet = Fleet(*PAIR)
+    ticket = fleet.start(request("s", 100))
+    fleet.router.prefill_done(ticket, 1.0, 0)
+    fleet.router.finished(ticket, 2.0, prompt_tokens=100 * BLOCK_TOKENS, cached_tokens=0, output_tokens=9, ok=True)
+    fleet.now_s = 3.0
+    assert decided(fleet, request("s", 101)).prefill_place is None
+
+
 def test_one_means_always_when_anything_is_uncached() -> None:
     fleet = Fleet(*PAIR, settings=RoutingSettings(min_uncached_tokens=1))
     for turn in range(10, 14):

@@ -247,10 +247,7 @@ class Router:
             return
         ticket.first_token_s = now_s
         flight.end_prefill(self._index, now_s, ran=True)
-        if flight.host is not None and flight.prefiller is not flight.host:
-            # only now is the prompt's KV known to lie at the decode engine as well
-            self._index.sent(flight.host.spec.name, ticket.request, flight.key)
-            self._index.settled(flight.host.spec.name, flight.key)
+        self._lies_at_host(ticket, flight)
 
     def finished(
         self,
@@ -270,6 +267,8 @@ class Router:
         if flight is None:
             return Outcome(prompt_tokens, cached_tokens)
         if ok and flight.host is not None:
+            if ticket.first_token_s is None:  # an answer that is not streamed has no first token to tell of
+                self._lies_at_host(ticket, flight)
             learn_speeds(ticket, flight, self._places, now_s, cached_tokens, output_tokens or 0)
             if prompt_tokens and cached_tokens is not None:
                 learn_index(flight, self._index, prompt_tokens, cached_tokens, now_s)
@@ -323,6 +322,12 @@ class Router:
         )
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _lies_at_host(self, ticket: Ticket, flight: Flight) -> None:
+        """After a separate prefill: the prompt's KV is now known to lie at the decode engine as well."""
+        if flight.host is not None and flight.prefiller is not flight.host:
+            self._index.sent(flight.host.spec.name, ticket.request, flight.key)
+            self._index.settled(flight.host.spec.name, flight.key)
 
     def _of(self, backend: str) -> list[Place]:
         return [place for place in self._places.values() if place.spec.backend == backend]
