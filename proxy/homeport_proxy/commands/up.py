@@ -65,6 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal, or until the proxy or every engine has ended (then 1)."""
+    signal.signal(signal.SIGINT, _interrupt)  # also when a script started it in the background, where it is ignored
     signal.signal(signal.SIGTERM, _interrupt)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, _interrupt)
