@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +34,14 @@ def opencode(home: Path, project: Path, engine: ScriptedEngine, ours: bool = Tru
     if not ours:
         extra["HOMEPORT_OPENCODE_PLUGIN"] = TOMORROW
     return Harness("opencode", home, project, engine.url, extra)
+
+
+def test_its_own_tests_pass() -> None:
+    """Type check and unit tests, by node's own runner."""
+    done = subprocess.run(
+        ["npm", "test"], cwd=harness_install.PLUGIN, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def sessions(home: Path) -> list[dict[str, Any]]:
