@@ -91,7 +91,11 @@ class Control:
         self.recorder = Recorder(config.record)
         self.access_log = AccessLog(config.log)
         self._decisions = decision_log(config)
-        listeners: list[Listener] = [lambda e, _: self.regions.ended(e.session), self.access_log, self.recorder]
+        listeners: list[Listener] = [
+            lambda e, _: self.regions.ended(e.session, e.request_id),
+            self.access_log,
+            self.recorder,
+        ]
         if config.tracing.enabled:
             listeners.append(Tracing())
         self.account = Account(config, self.metrics, self.fleet.has_model, listeners)

@@ -90,7 +90,7 @@ class Regions:
         self._allowed = allowed
         self._clock = clock
         self._away: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        self._under_way: dict[str, int] = {}
+        self._under_way: dict[str, set[str]] = {}
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._session: aiohttp.ClientSession | None = None
         self._task: asyncio.Task[None] | None = None
@@ -124,19 +124,26 @@ class Regions:
         """
         here = self._config.region
         allowed = self._allowed(exchange)
+        if exchange.hops > 0 and exchange.session:
+            self._remember(exchange.session)
         if exchange.hops > 0 or not exchange.session:
             return Located(here) if allowed is None or here in allowed else self._elsewhere(exchange, allowed)
         if len(self._config.regions) == 1 and (allowed is None or here in allowed):
             return Located(here)
-        return self._choose(exchange.session, allowed)
+        located = self._choose(exchange.session, allowed)
+        if located is not None:
+            self._under_way.setdefault(exchange.session, set()).add(exchange.request_id)
+        return located
 
-    def ended(self, session: str) -> None:
-        """A request of the session is over: its idle time may begin."""
-        left = self._under_way.get(session, 0) - 1
-        if left > 0:
-            self._under_way[session] = left
+    def ended(self, session: str, request_id: str) -> None:
+        """A request of the session is over, however often it was located: its idle time may begin."""
+        under_way = self._under_way.get(session)
+        if under_way is None:
             return
-        self._under_way.pop(session, None)
+        under_way.discard(request_id)
+        if under_way:
+            return
+        del self._under_way[session]
         if session in self._away:
             self._away[session] = (self._away[session][0], self._clock())
 
@@ -189,7 +196,6 @@ class Regions:
             self._away.pop(session, None)
         elif not choice.once:
             self._away[session] = (choice.region, now_s)
-        self._under_way[session] = self._under_way.get(session, 0) + 1
         return Located(choice.region, self.peers.get(choice.region), choice.reason)
 
     def _elsewhere(self, exchange: Exchange, allowed: set[str]) -> Located | None:

@@ -4,7 +4,9 @@ Every region gets a score from the session and its own name and weight (``-weigh
 from a hash: Wang and Ravishankar's weighted rendezvous hashing); the highest usable one is home. Scores of different
 regions are independent, so a region that goes away moves only its own sessions, one that joins takes only what it wins,
 and every proxy gives the same answer. Bounded loads (Mirrokni, Thorup, Zadimoghaddam) count in-flight tokens: a region
-above ``load_bound`` times its weighted share takes no new session.
+above ``load_bound`` times its weighted share, and by more than one long prompt, takes no new session. (The original
+rounds up to the next item; below an item's size the bound would only follow how old the loads are that one proxy knows
+of another, and proxies would disagree about an idle fleet.)
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import hashlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+SLACK_TOKENS = 16_384
+"""How far above its share a region may be before it counts: one long prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ def _below_bound(order: Sequence[RegionView], load_bound: float) -> RegionView:
     total = sum(region.inflight_tokens for region in order)
     weights = sum(region.weight for region in order)
     for region in order:
-        if region.inflight_tokens <= load_bound * region.weight / weights * total:
+        if region.inflight_tokens <= load_bound * region.weight / weights * total + SLACK_TOKENS:
             return region
     return order[0]
 

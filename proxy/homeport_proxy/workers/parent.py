@@ -42,7 +42,7 @@ class Desk:
         self._next_ticket = 0
         self._taken: Counter[tuple[str, TenantLimit]] = Counter()
         self._legs: Counter[tuple[str, Part]] = Counter()
-        self._under_way: Counter[str] = Counter()
+        self._under_way: set[tuple[str, str]] = set()
 
     def handle(self, method: str, arguments: tuple[Any, ...]) -> Awaitable[Any] | None:
         """One question or message."""
@@ -59,9 +59,8 @@ class Desk:
         for (place, part), count in self._legs.items():
             for _ in range(count):
                 self._control.health.ended(place, part, Result.NEUTRAL)
-        for session, count in self._under_way.items():
-            for _ in range(count):
-                self._control.regions.ended(session)
+        for session, request_id in self._under_way:
+            self._control.regions.ended(session, request_id)
 
     # placement
 
@@ -118,7 +117,7 @@ class Desk:
         located = await self._control.books.locate(arrived(exchange))
         if located is None:
             return None
-        self._under_way[exchange.session] += 1
+        self._under_way.add((exchange.session, exchange.request_id))
         return located.region, located.peer is not None, located.reason
 
     def on_holder(self, tenant: str, response_id: str) -> Awaitable[Any]:
@@ -152,10 +151,7 @@ class Desk:
             self._control.regions.failed(peer, refused=refused)
 
     def on_done(self, exchange: Exchange, body_bytes: int) -> None:
-        if self._under_way[exchange.session] <= 1:
-            del self._under_way[exchange.session]
-        else:
-            self._under_way[exchange.session] -= 1
+        self._under_way.discard((exchange.session, exchange.request_id))
         self._control.account.done(arrived(exchange), body_bytes=body_bytes)
 
     def on_gaps(self, counts: list[int], total_s: float) -> None:
