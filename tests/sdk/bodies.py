@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import strategies as st
 
 WORDS = st.sampled_from(["alpha", "beta", "gamma", "Delta", "été", "海", "a b", "", "x" * 40, '{"q": "\\n"}', "🚢"])
-KEYS = st.text(alphabet="abcxyz_é", min_size=1, max_size=5)
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-9, 10**20), st.floats(allow_nan=False), WORDS)
 
 
-def schemas(depth: int = 1) -> st.SearchStrategy[dict]:
-    """JSON schemas with everything whose order may or may not matter."""
-    inner = schemas(depth - 1) if depth else st.just({"type": "string"})
-    names = st.lists(KEYS, max_size=3)
-    return st.fixed_dictionaries(
-        {"type": st.sampled_from(["object", "string", "array"])},
-        optional={
-            "properties": st.dictionaries(
-                KEYS | st.sampled_from(["required", "enum", "properties"]), inner, max_size=4
-            ),
-            "required": names,
-            "enum": st.lists(SCALARS, max_size=4),
-            "anyOf": st.lists(inner, max_size=2),
-            "prefixItems": st.lists(inner, max_size=2),
-            "examples": st.lists(st.dictionaries(KEYS, SCALARS, max_size=3), max_size=2),
-            "default": st.dictionaries(KEYS, SCALARS, max_size=3),
-            "dependentRequired": st.dictionaries(KEYS, names, max_size=2),
-            "$defs": st.dictionaries(KEYS, inner, max_size=2),
-            "items": inner,
-            "description": WORDS,
-        },
-    )
+def _schema(source: random.Random, depth: int) -> dict:
+    """A JSON schema with members whose order may or may not matter."""
+
+    def word() -> str:
+        return source.choice(["a", "b", "x", "zz", "é", "_", "required", "enum", "properties"])
+
+    def inner() -> dict:
+        return _schema(source, depth - 1) if depth else {"type": "string"}
+
+    def scalar() -> object:
+        return source.choice([None, True, 0, -3, 10**20, 1.5, "beta", "alpha", "海"])
+
+    def names() -> list[str]:
+        return [word() for _ in range(source.randrange(4))]
+
+    members = {
+        "properties": lambda: {word(): inner() for _ in range(3)},
+        "required": names,
+        "enum": lambda: [scalar() for _ in range(3)],
+        "anyOf": lambda: [inner() for _ in range(2)],
+        "prefixItems": lambda: [inner() for _ in range(2)],
+        "examples": lambda: [{word(): scalar() for _ in range(3)}],
+        "default": lambda: {word(): scalar() for _ in range(3)},
+        "dependentRequired": lambda: {word(): names() for _ in range(2)},
+        "$defs": lambda: {word(): inner() for _ in range(2)},
+        "items": inner,
+        "description": lambda: source.choice(["b, a", "", "été"]),
+    }
+    chosen = source.sample(sorted(members), source.randrange(6))
+    return {"type": source.choice(["object", "string", "array"]), **{name: members[name]() for name in chosen}}
+
+
+# made once: drawing every member of every schema is slow, and what matters is that there are many kinds
+SCHEMAS = [_schema(random.Random(seed), 2) for seed in range(300)]
+
+
+def schemas() -> st.SearchStrategy[dict]:
+    """One of many schemas."""
+    return st.integers(0, len(SCHEMAS) - 1).map(SCHEMAS.__getitem__)
 
 
 MARK = st.sampled_from([{"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}])

@@ -15,7 +15,7 @@ import homeport
 from homeport import canonical
 from homeport.fingerprint import segments
 from homeport.profiles import PROFILES, recognise
-from homeport.stabilise import ChangeKind, State, stabilise
+from homeport.stabilise import ChangeKind, State, origin, stabilise
 from homeport.volatile import Declared, declared
 from sdk.bodies import TOOL_LISTS, histories, schemas
 
@@ -268,9 +268,7 @@ def test_append_only_input_stays_append_only(tools: list, seed: int, messages: l
     for cut in range(1, len(messages) + 1):
         shuffled = list(tools)
         # tools of one name are told apart by their order only
-        if len(
-            {exact(sorted(str(v) for v in (t.get("function", t).get("name"), t.get("type")))) for t in tools}
-        ) == len(tools):
+        if len({origin(one, {}) for one in tools}) == len(tools):
             shuffle.shuffle(shuffled)
         plan = stabilise({"tools": strip(shuffled), "messages": messages[:cut]}, state)
         state = plan.state
