@@ -127,6 +127,11 @@ class PlaceLoad:
         age_s = now_s - self._decayed_s
         return self._offered_s * math.exp(-age_s / self.window_s) if age_s > 0 else self._offered_s
 
+    @property
+    def burden_s(self) -> float:
+        """A coarse measure of load to sort places by: prefill sent and offered lately, requests in flight (s)."""
+        return self._queued_s + self._offered_s / self.window_s + 0.01 * self.requests
+
     def rho(self, now_s: float) -> float:
         """Offered prefill seconds per second, averaged over about ``window_s``."""
         return self._offered(now_s) / self.window_s

@@ -91,14 +91,16 @@ class Place:
         self.forgotten_at = confidence.observed
         return True
 
-    def serves(self, model: str, adapter: str | None, tokens: int) -> bool:
-        """Whether a request of ``tokens`` (prompt) for this model and adapter can run here at all."""
+    def serves(self, model: str, adapter: str | None) -> bool:
+        """Whether requests for this model and adapter can run here at all."""
         spec = self.spec
         if spec.models and model not in spec.models:
             return False
-        if adapter is not None and spec.adapters is not None and adapter not in spec.adapters:
-            return False
-        return spec.max_model_len is None or tokens < spec.max_model_len
+        return adapter is None or spec.adapters is None or adapter in spec.adapters
+
+    def fits(self, prompt_tokens: int) -> bool:
+        """Whether a prompt leaves room for at least one token of answer."""
+        return self.spec.max_model_len is None or prompt_tokens < self.spec.max_model_len
 
     def refresh(self, now_s: float) -> PlaceView:
         """The view brought up to ``now_s``, without what depends on a request."""

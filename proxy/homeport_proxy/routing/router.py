@@ -22,6 +22,7 @@ from homeport_proxy.routing.place import ForeignLoad, Place
 from homeport_proxy.routing.policies import Policy
 from homeport_proxy.routing.queue import Held, VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
+from homeport_proxy.routing.shortlist import Shortlist
 from homeport_proxy.routing.status import router_status, session_view
 from homeport_proxy.routing.views import (
     Decision,
@@ -71,11 +72,13 @@ class Router:
         self._guarded: deque[Ticket] = deque()
         self._keys = count(1)
         self._shadows = Shadows(settings.shadow)
+        self._shortlist = Shortlist()
 
     # -- places ------------------------------------------------------------------------------------------------------
 
     def set_places(self, places: Sequence[PlaceSpec]) -> None:
         """The fleet as configured or discovered; places that stay keep their state, load, index and learned rates."""
+        self._shortlist.changed()
         wanted = {spec.name: spec for spec in places}
         for name in [name for name in self._places if name not in wanted]:
             del self._places[name]
@@ -339,18 +342,26 @@ class Router:
 
     def _views(self, request: RequestView, session: Session, exclude: Collection[str], now_s: float) -> list[PlaceView]:
         index, queues, home = self._index, self._queues, session.home
+        eligible = self._shortlist.eligible(self._places, request)
+        if exclude:
+            names = set(exclude)
+            eligible = [one for one in eligible if not names & {one.spec.name, one.spec.backend}]
+        if not eligible:
+            raise NoPlaceError(
+                f"no backend left that serves {request.model!r} with {request.prompt_tokens} prompt tokens"
+                + (f" and adapter {request.adapter!r}" if request.adapter else "")
+            )
+        cached = index.cached_by_place(request)
         parent = self._sessions.get(request.parent) if request.parent and home is None else None
         parent_home = parent.home if parent is not None else None
         views = []
-        for name, place in self._places.items():
-            if exclude and (name in exclude or place.spec.backend in exclude):
-                continue
-            if not place.serves(request.model, request.adapter, request.prompt_tokens):
-                continue
+        tokenised = bool(request.prefix.token_blocks)
+        for place in self._shortlist.pick(eligible, request, (home, parent_home), cached, now_s):
+            name = place.spec.name
             view = place.refresh(now_s)
             view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name)
-            view.cached_tokens = index.cached_tokens(name, request)
-            view.host_tokens = index.host_tokens(name, request)
+            view.cached_tokens = cached.get(name, 0)
+            view.host_tokens = index.host_tokens(name, request) if tokenised else 0
             view.rtt_s = place.rates.rtt_s + request.rtt_s.get(place.spec.backend, 0.0)
             view.confidence = place.confidence.of(request.api)
             view.home = name == home
@@ -358,11 +369,6 @@ class Router:
             view.parent = name == parent_home
             view.dearer_times = session.dearer_times if view.home else 0
             views.append(view)
-        if not views:
-            raise NoPlaceError(
-                f"no backend left that serves {request.model!r} with {request.prompt_tokens} prompt tokens"
-                + (f" and adapter {request.adapter!r}" if request.adapter else "")
-            )
         return views
 
     def _decide(self, request: RequestView, session: Session, now_s: float, exclude: Collection[str] = ()) -> Decision:

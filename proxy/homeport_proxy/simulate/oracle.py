@@ -32,6 +32,10 @@ class OracleIndex:
         depth = self._engines[place].cache.match(request.prefix.text_blocks)
         return min(depth * self._block_tokens, max(0, request.prompt_tokens - 1))
 
+    def cached_by_place(self, request: RequestView) -> dict[str, int]:
+        """The same for every engine."""
+        return {place: self.cached_tokens(place, request) for place in self._engines}
+
     def host_tokens(self, place: str, request: RequestView) -> int:
         """The simulated engines have one tier."""
         return 0

@@ -20,26 +20,34 @@ class ApproximateIndex:
         self._kv_tokens: dict[str, int] = {}
         self._tokens_per_block: dict[str, float] = {}
         self._total = 0
+        self._bits: dict[str, int] = {}
+        self._holders: dict[int, int] = {}
 
     def set_place(self, place: str, kv_tokens: int | None) -> None:
         """A place joined, or its capacity (tokens) became known."""
         self._kv_tokens[place] = kv_tokens or self._default_kv_tokens
         if place not in self._blocks:
             self._blocks[place] = PrefixLru(1)
+            self._blocks[place].gone = []
+            taken = 0
+            for bit in self._bits.values():
+                taken |= bit
+            self._bits[place] = ~taken & (taken + 1)  # the lowest bit that is free
             self._tokens_per_block[place] = 0.0
 
     def drop_place(self, place: str) -> None:
         """A place left for good."""
-        held = self._blocks.pop(place, None)
-        self._total -= len(held) if held else 0
-        self._kv_tokens.pop(place, None)
-        self._tokens_per_block.pop(place, None)
+        if place not in self._blocks:
+            return
+        self.forget(place)
+        del self._blocks[place], self._bits[place], self._kv_tokens[place], self._tokens_per_block[place]
 
     def forget(self, place: str) -> None:
         """A place lost its cache (restart)."""
         held = self._blocks[place]
-        self._total -= len(held)
+        self._total -= held.shrink(0)
         held.clear()
+        self._settle_gone(place, held)
 
     def cached_tokens(self, place: str, request: RequestView) -> int:
         """Tokens of the prompt expected at ``place``; the last token is always computed."""
@@ -48,6 +56,39 @@ class ApproximateIndex:
             return 0
         depth = self._blocks[place].match(keys)
         return min(int(depth * tokens_per_text_block(request)), max(0, request.prompt_tokens - 1)) if depth else 0
+
+    def cached_by_place(self, request: RequestView) -> dict[str, int]:
+        """Tokens of the prompt expected, for every place that should hold some of it.
+
+        A place that holds a block of a chain holds all before it, so that the places' depths are found by halving
+        between positions where the sets of holders differ.
+        """
+        keys, holders = request.prefix.text_blocks, self._holders
+        first = holders.get(keys[0], 0) if keys else 0
+        if not first:
+            return {}
+        depths: list[tuple[int, int]] = []
+        spans = [(0, first, len(keys) - 1, holders.get(keys[-1], 0))]
+        while spans:
+            low, at_low, high, at_high = spans.pop()
+            if at_low == at_high:
+                continue
+            if high - low == 1:
+                depths.append((low + 1, at_low & ~at_high))
+                continue
+            middle = (low + high) // 2
+            at_middle = holders.get(keys[middle], 0)
+            spans.append((low, at_low, middle, at_middle))
+            spans.append((middle, at_middle, high, at_high))
+        depths.append((len(keys), holders.get(keys[-1], 0)))
+        per_block, most = tokens_per_text_block(request), max(0, request.prompt_tokens - 1)
+        return {
+            place: min(int(depth * per_block), most)
+            for depth, mask in depths
+            if mask
+            for place, bit in self._bits.items()
+            if bit & mask
+        }
 
     def sent(self, place: str, request: RequestView) -> None:
         """The request's prompt goes to ``place`` and will lie there."""
@@ -59,9 +100,13 @@ class ApproximateIndex:
         known = self._tokens_per_block[place]
         self._tokens_per_block[place] = mean = known + 0.05 * (fresh - known) if known else fresh
         held.capacity_blocks = max(1, int(self._kv_tokens[place] / max(mean, 1e-6)))
-        before = len(held)
+        before, depth = len(held), held.match(keys)
         held.use(keys)
         self._total += len(held) - before
+        bit, holders = self._bits[place], self._holders
+        for key in keys[depth:]:
+            holders[key] = holders.get(key, 0) | bit
+        self._settle_gone(place, held)
         if self._total > self._budget_blocks:
             self._shrink()
 
@@ -69,8 +114,20 @@ class ApproximateIndex:
         # the budget is global: the place that holds most gives first
         spare = max(1, self._budget_blocks // 16)
         while self._total > self._budget_blocks:
-            held = max(self._blocks.values(), key=len)
+            place, held = max(self._blocks.items(), key=lambda item: len(item[1]))
             self._total -= held.shrink(max(0, len(held) - spare))
+            self._settle_gone(place, held)
+
+    def _settle_gone(self, place: str, held: PrefixLru) -> None:
+        """Evicted blocks have one holder less."""
+        keep, holders = ~self._bits[place], self._holders
+        for key in held.gone or ():
+            left = holders.get(key, 0) & keep
+            if left:
+                holders[key] = left
+            else:
+                holders.pop(key, None)
+        held.gone = []
 
     @property
     def blocks(self) -> int:

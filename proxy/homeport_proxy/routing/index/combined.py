@@ -65,6 +65,15 @@ class PrefixIndex:
         size = self._exact.block_tokens(place) or 0
         return min(self._exact.resident(place, keys).device_blocks * size, max(0, request.prompt_tokens - 1))
 
+    def cached_by_place(self, request: RequestView) -> dict[str, int]:
+        """The same for all places that should hold some of the prompt, in one go."""
+        found = self._approximate.cached_by_place(request)
+        if request.prefix.token_blocks:
+            for place in self._exact.places:
+                if self._keys(place, request) is not None:
+                    found[place] = self.cached_tokens(place, request)
+        return found
+
     def host_tokens(self, place: str, request: RequestView) -> int:
         """Further tokens that lie in a tier to load from."""
         keys = self._keys(place, request)

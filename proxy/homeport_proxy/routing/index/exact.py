@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from homeport_engines.vllm.kv import AllBlocksCleared, BlockRemoved, BlockStored, KvBatch
 from homeport_proxy.routing.index.book import BYTES_PER_BLOCK, BlockBook, Resident
@@ -38,6 +38,11 @@ class ExactIndex:
         """The stream's state; None when the place has no events."""
         held = self._held.get(place)
         return None if held is None else held.stream.state
+
+    @property
+    def places(self) -> Collection[str]:
+        """Places whose events are followed."""
+        return self._held.keys()
 
     def block_tokens(self, place: str) -> int | None:
         """The engine's block size as its events tell it."""
