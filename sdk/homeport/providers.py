@@ -87,7 +87,12 @@ PROVIDERS: tuple[Provider, ...] = (
         min_prefix_tokens=1024,
         note="dated api-version paths refuse members they do not know",
     ),
-    Provider("azure-dated", (".openai.azure.com", ".services.ai.azure.com", ".cognitiveservices.azure.com")),
+    Provider(
+        "azure-dated",
+        (".openai.azure.com", ".services.ai.azure.com", ".cognitiveservices.azure.com"),
+        asks_usage=False,
+        note="older api-versions refuse members they do not know, stream_options among them",
+    ),
     Provider("anthropic", ("api.anthropic.com", ".anthropic.com"), min_prefix_tokens=1024, ttl_s=300),
     Provider("bedrock", (".amazonaws.com",), min_prefix_tokens=1024, ttl_s=300),
     Provider(

@@ -79,10 +79,16 @@ def test_the_callers_own_key_wins(key: str) -> None:
     assert planned[0].content is content
 
 
-def test_a_host_that_refuses_unknown_members_is_not_asked_for_usage() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://api.mistral.ai/v1/chat/completions",
+        "https://res.openai.azure.com/openai/deployments/d/chat/completions?api-version=2024-06-01",
+    ],
+)
+def test_a_host_that_refuses_unknown_members_is_not_asked_for_usage(url: str) -> None:
     content = b'{"model":"m","stream":true,"prompt_cache_key":"k"}'
-    wire = Wire("POST", "https://api.mistral.ai/v1/chat/completions", {}, content)
-    planned = plan(wire, Settings(mode="hint", session=SESSION))
+    planned = plan(Wire("POST", url, {}, content), Settings(mode="hint", session=SESSION))
     assert planned is not None
     assert planned[0].content is content
 
