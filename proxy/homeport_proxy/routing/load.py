@@ -23,6 +23,7 @@ class PlaceLoad:
         "_offered_s",
         "_prefills",
         "_queued_s",
+        "burden_s",
         "decode_tokens",
         "fresh_tokens_per_s",
         "prefill_tokens",
@@ -40,6 +41,8 @@ class PlaceLoad:
         self._head_since_s = 0.0
         self._offered_s = 0.0
         self._decayed_s = 0.0
+        self.burden_s = 0.0
+        """A coarse measure to sort places by: prefill sent and offered lately, requests in flight (s)."""
         self._fresh = 0.0
         self._fresh_since_s = 0.0
         self.fresh_tokens_per_s = 0.0
@@ -58,11 +61,13 @@ class PlaceLoad:
             known = self.fresh_tokens_per_s
             self.fresh_tokens_per_s = known + 0.5 * (pace - known) if known else pace
             self._fresh, self._fresh_since_s = 0.0, now_s
+        self._weigh()
 
     def offer(self, work_s: float, now_s: float) -> None:
         """``work_s`` of prefill was assigned to this place (held or sent)."""
         self._offered_s = self._offered(now_s) + work_s
         self._decayed_s = now_s
+        self._weigh()
 
     def end_prefill(self, key: int, uncached_tokens: int, now_s: float, *, ran: bool) -> float | None:
         """The prefill under ``key`` answered (``ran``) or was called off; returns how long the engine worked on it.
@@ -78,6 +83,7 @@ class PlaceLoad:
         self._queued_s = self._queued_s - work_s if self._prefills else 0.0
         if ran or not self._prefills:
             self._head_since_s = now_s
+        self._weigh()
         return took_s
 
     @property
@@ -89,11 +95,13 @@ class PlaceLoad:
         """A sequence of ``tokens`` context will live here."""
         self.requests += 1
         self.decode_tokens += tokens
+        self._weigh()
 
     def end_decode(self, tokens: int) -> None:
         """The sequence is gone."""
         self.requests -= 1
         self.decode_tokens -= tokens
+        self._weigh()
 
     def prefill_left_s(self, now_s: float) -> float:
         """Predicted seconds until the engine has finished what was sent.
@@ -127,10 +135,8 @@ class PlaceLoad:
         age_s = now_s - self._decayed_s
         return self._offered_s * math.exp(-age_s / self.window_s) if age_s > 0 else self._offered_s
 
-    @property
-    def burden_s(self) -> float:
-        """A coarse measure of load to sort places by: prefill sent and offered lately, requests in flight (s)."""
-        return self._queued_s + self._offered_s / self.window_s + 0.01 * self.requests
+    def _weigh(self) -> None:
+        self.burden_s = self._queued_s + self._offered_s / self.window_s + 0.01 * self.requests
 
     def rho(self, now_s: float) -> float:
         """Offered prefill seconds per second, averaged over about ``window_s``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from heapq import nsmallest
+from operator import attrgetter
 
 import xxhash
 
@@ -13,6 +14,7 @@ from homeport_proxy.routing.views import RequestView, Role
 SMALL_FLEET = 16
 _LEAST_LOADED = 6
 _WARMEST = 4
+_BURDEN = attrgetter("load.burden_s")
 
 
 class Shortlist:
@@ -25,10 +27,12 @@ class Shortlist:
 
     def __init__(self) -> None:
         self._eligible: dict[tuple[str, str | None], list[Place]] = {}
+        self._limited = False
 
     def changed(self) -> None:
         """The fleet is another."""
         self._eligible.clear()
+        self._limited = False
 
     def eligible(self, places: Mapping[str, Place], request: RequestView) -> Sequence[Place]:
         """Places that can serve the request's model, adapter and length, by name."""
@@ -40,10 +44,9 @@ class Shortlist:
             if len(self._eligible) > 256:
                 self._eligible.clear()  # wildcards make model names endless
             self._eligible[key] = found
+            self._limited |= any(place.spec.max_model_len is not None for place in found)
         tokens = request.prompt_tokens
-        if any(place.spec.max_model_len is not None and tokens >= place.spec.max_model_len for place in found):
-            return [place for place in found if place.fits(tokens)]
-        return found
+        return [place for place in found if place.fits(tokens)] if self._limited else found
 
     def pick(
         self,
@@ -60,17 +63,15 @@ class Shortlist:
         start = xxhash.xxh3_64_intdigest(request.session.encode()) % max(len(usable), 1)
         turned = usable[start:] + usable[:start]
         picked = {place.spec.name: place for place in eligible if place.spec.name in own}
+        # what all places hold of the prompt (the shared head) makes none of them warm
+        floor = min(cached_tokens.values()) if len(cached_tokens) >= len(eligible) else 0
+        warm_tokens = {name: tokens for name, tokens in cached_tokens.items() if tokens > floor}
         roles: set[Role] = {place.spec.role for place in usable}
         for role in roles:
             members = [place for place in turned if place.spec.role == role] if len(roles) > 1 else turned
-            floor = min(cached_tokens.values(), default=0)
-            warm = [place for place in members if cached_tokens.get(place.spec.name, 0) > floor]
+            warm = [place for place in members if place.spec.name in warm_tokens] if warm_tokens else []
             if len(warm) > _WARMEST:
-                warm = nsmallest(_WARMEST, warm, key=lambda place: -cached_tokens.get(place.spec.name, 0))
-            for place in (*warm, *nsmallest(_LEAST_LOADED, members, key=_burden)):
+                warm = nsmallest(_WARMEST, warm, key=lambda place: -warm_tokens[place.spec.name])
+            for place in (*warm, *nsmallest(_LEAST_LOADED, members, key=_BURDEN)):
                 picked[place.spec.name] = place
         return list(picked.values()) if any(place.spec.role != "prefill" for place in picked.values()) else eligible
-
-
-def _burden(place: Place) -> float:
-    return place.load.burden_s
