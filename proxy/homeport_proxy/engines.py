@@ -10,7 +10,7 @@ import msgspec
 
 from homeport_engines.base import EngineAddress, KvTransfer
 from homeport_engines.registry import transfer_of
-from homeport_proxy.config import Backend, ClientTls, Config, Keyed, Region
+from homeport_proxy.config import Backend, ClientTls, Keyed, Region
 from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.headers import request_head
 from homeport_proxy.probe import client_tls, request_headers
@@ -22,7 +22,8 @@ MOONCAKE_BOOTSTRAP_PORT = 8998
 
 @dataclass(slots=True)
 class Engine:
-    """One place, ready to be called. ``put`` replaces headers of the same name; ``own_key`` keeps the client's away."""
+    """One place, ready to be called. ``put`` replaces headers of the same name; ``own_key`` keeps the client's away.
+    ``aside``: connections for questions beside a request, which must not make the request's own look long in use."""
 
     place: str
     rank: int | None
@@ -30,6 +31,7 @@ class Engine:
     pool: Pool
     put: Mapping[str, str]
     own_key: bool
+    aside: Pool
     transfer: KvTransfer | None = None
 
 
@@ -38,9 +40,19 @@ class _Reached:
     """Connections and headers of one configured address, kept while its settings stay the same."""
 
     pool: Pool
+    aside: Pool
     put: Mapping[str, str]
     own_key: bool
     engine_ids: dict[int, str] = field(default_factory=dict)
+
+    def retire(self) -> None:
+        """No more requests; what runs may finish."""
+        self.pool.retire()
+        self.aside.retire()
+
+
+def _engine(place: str, rank: int | None, member: Member | None, at: _Reached, transfer: KvTransfer | None) -> Engine:
+    return Engine(place, rank, member, at.pool, at.put, at.own_key, at.aside, transfer)
 
 
 class Engines:
@@ -59,13 +71,13 @@ class Engines:
         reached = self._reach("backend", backend.name, backend, backend.url, backend.headers, backend.tls)
         _, _, rank = place.partition("/dp")
         transfer = transfer_of(backend.engine, backend.kv_transfer, backend.kv_store)
-        return Engine(place, int(rank) if rank else None, member, reached.pool, reached.put, reached.own_key, transfer)
+        return _engine(place, int(rank) if rank else None, member, reached, transfer)
 
     def peer(self, name: str, region: Region) -> Engine:
         """Another region's proxy."""
         assert region.proxy is not None, "a region with a proxy"
         reached = self._reach("region", name, region, region.proxy, region.headers, region.tls)
-        return Engine(name, None, None, reached.pool, reached.put, reached.own_key)
+        return _engine(name, None, None, reached, None)
 
     async def address(self, engine: Engine) -> EngineAddress:
         """The engine as its peers see it; asks a Mooncake engine for its id once."""
@@ -88,16 +100,9 @@ class Engines:
             if entry is not None:
                 entry[1].engine_ids = {}
 
-    def reconfigure(self, config: Config) -> None:
-        """Close what is no longer configured (a changed address is noticed on its next use)."""
-        for kind, name in list(self._reached):
-            known = self._fleet.members if kind == "backend" else config.regions
-            if name not in known:
-                self._reached.pop((kind, name))[1].pool.retire()
-
     def pools(self) -> list[Pool]:
         """Every pool, for books and tests."""
-        return [reached.pool for _, reached in self._reached.values()]
+        return [pool for _, reached in self._reached.values() for pool in (reached.pool, reached.aside)]
 
     def close(self) -> None:
         """Close all connections."""
@@ -117,12 +122,21 @@ class Engines:
         if known is not None:
             if known[0] is holder or known[0] == holder:
                 return known[1]
-            known[1].pool.retire()
+            known[1].retire()
+        self._forget_gone()
         put = request_headers(holder, headers)
         own_key = holder.key() is not None or any(h.lower() in ("authorization", "x-api-key") for h in headers)
-        reached = _Reached(Pool(Origin.parse(url, client_tls(tls))), put, own_key)
+        origin = Origin.parse(url, client_tls(tls))
+        reached = _Reached(Pool(origin), Pool(origin), put, own_key)
         self._reached[kind, name] = (holder, reached)
         return reached
+
+    def _forget_gone(self) -> None:
+        """Close what is no longer configured or discovered."""
+        for kind, name in list(self._reached):
+            known = self._fleet.members if kind == "backend" else self._fleet.config.regions
+            if name not in known:
+                self._reached.pop((kind, name))[1].retire()
 
 
 async def _mooncake_ids(pool: Pool, port: int) -> dict[int, str]:

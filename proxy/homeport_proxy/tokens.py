@@ -110,7 +110,7 @@ class TokenBlocks:
             headers += [(name, value) for name, value in job.headers if name.lower() == b"authorization"]
         headers.append((b"content-type", b"application/json"))
         answer = Collector()
-        connection = await engine.pool.acquire()
+        connection = await engine.aside.acquire()
         connection.send(request_head("POST", path, engine.pool.origin.host_header, headers, len(body)), body, answer)
         try:
             head, document = await answer.finished()
