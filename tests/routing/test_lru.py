@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from homeport_proxy.routing.index.approximate import ApproximateIndex
 from homeport_proxy.routing.index.lru import PrefixLru
-from homeport_proxy.routing.views import PrefixKeys
+from homeport_proxy.routing.views import PrefixKeys, RequestView
 from routing.routing_kit import chain, request
 
 
@@ -87,6 +87,28 @@ def test_a_place_holds_what_its_engine_can() -> None:
     assert index.blocks == 0
     index.drop_place("d0")
     assert index.bytes == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(1, 12)), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_one_look_for_all_places_says_what_each_place_says(sent: list[tuple[int, int, int]]) -> None:
+    index = ApproximateIndex(40 * 320, default_kv_tokens=128 * 15)
+    for place in range(6):
+        index.set_place(f"d{place}", None)
+    for number, (place, branch, length) in enumerate(sent):
+        index.sent(f"d{place}", prompt_of(branch, length))
+        if number % 20 == 19:
+            index.forget(f"d{place}")
+            index.drop_place(f"d{(place + 1) % 6}")
+            index.set_place(f"d{(place + 1) % 6}", None)
+        for other in range(4):
+            one = prompt_of(other, 12)
+            each = {f"d{n}": index.cached_tokens(f"d{n}", one) for n in range(6)}
+            assert index.cached_by_place(one) == {name: tokens for name, tokens in each.items() if tokens}
+
+
+def prompt_of(branch: int, length: int) -> RequestView:
+    return request("s", length, prefix=PrefixKeys(keys_of(branch, length)))
 
 
 def test_a_prompt_without_blocks_is_nothing_known() -> None:

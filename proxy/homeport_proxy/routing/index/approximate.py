@@ -21,6 +21,7 @@ class ApproximateIndex:
         self._tokens_per_block: dict[str, float] = {}
         self._total = 0
         self._bits: dict[str, int] = {}
+        self._names: dict[int, str] = {}
         self._holders: dict[int, int] = {}
 
     def set_place(self, place: str, kv_tokens: int | None) -> None:
@@ -32,7 +33,8 @@ class ApproximateIndex:
             taken = 0
             for bit in self._bits.values():
                 taken |= bit
-            self._bits[place] = ~taken & (taken + 1)  # the lowest bit that is free
+            bit = self._bits[place] = ~taken & (taken + 1)  # the lowest bit that is free
+            self._names[bit] = place
             self._tokens_per_block[place] = 0.0
 
     def drop_place(self, place: str) -> None:
@@ -40,7 +42,8 @@ class ApproximateIndex:
         if place not in self._blocks:
             return
         self.forget(place)
-        del self._blocks[place], self._bits[place], self._kv_tokens[place], self._tokens_per_block[place]
+        del self._blocks[place], self._kv_tokens[place], self._tokens_per_block[place]
+        del self._names[self._bits.pop(place)]
 
     def forget(self, place: str) -> None:
         """A place lost its cache (restart)."""
@@ -82,13 +85,15 @@ class ApproximateIndex:
             spans.append((middle, at_middle, high, at_high))
         depths.append((len(keys), holders.get(keys[-1], 0)))
         per_block, most = tokens_per_text_block(request), max(0, request.prompt_tokens - 1)
-        return {
-            place: min(int(depth * per_block), most)
-            for depth, mask in depths
-            if mask
-            for place, bit in self._bits.items()
-            if bit & mask
-        }
+        found: dict[str, int] = {}
+        names = self._names
+        for depth, mask in depths:
+            tokens = min(int(depth * per_block), most)
+            while mask:
+                bit = mask & -mask
+                found[names[bit]] = tokens
+                mask ^= bit
+        return found
 
     def sent(self, place: str, request: RequestView) -> None:
         """The request's prompt goes to ``place`` and will lie there."""
