@@ -20,16 +20,15 @@ from aiohttp import web
 
 BLOCK_CHARS = 64
 """Characters per cached block; four characters count as one token."""
-BRIEF_WORDS = 2000
-"""Words of a brief: about 3,300 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One answer of the model: a shell command, sub-agents with scripts of their own, or text."""
 
-    kind: Literal["shell", "agents", "briefed", "say"]
+    kind: Literal["shell", "agents", "say"]
     text: str = ""
+    brief_words: int = 0
 
 
 def shell(command: str) -> Step:
@@ -37,14 +36,9 @@ def shell(command: str) -> Step:
     return Step("shell", command)
 
 
-def agents(*scripts: str) -> Step:
-    """Start one sub-agent per script, all in one answer."""
-    return Step("agents", " ".join(scripts))
-
-
-def briefed(*scripts: str) -> Step:
-    """The same, each with a long task of its own: work that cannot be shared."""
-    return Step("briefed", " ".join(scripts))
+def agents(*scripts: str, brief_words: int = 0) -> Step:
+    """Start one sub-agent per script, all in one answer; each with so many words of its own, which none can share."""
+    return Step("agents", " ".join(scripts), brief_words)
 
 
 def say(text: str) -> Step:
@@ -58,7 +52,7 @@ SCRIPTS: dict[str, tuple[Step, ...]] = {
     "long": (*(shell(f"seq 1 {120 + n}") for n in range(6)), say("Counted.")),
     "child": (shell("echo child"), shell("echo child again"), say("The child is done.")),
     "family": (agents("child"), shell("echo parent"), say("The family is done.")),
-    "crew": (briefed(*["child"] * 8), shell("echo parent"), say("All eight are done.")),
+    "crew": (agents(*["child"] * 8, brief_words=4000), shell("echo parent"), say("All eight are done.")),
     "hello": (say("Hello."),),
 }
 
@@ -197,8 +191,9 @@ def _calls(step: Step, body: Mapping[str, Any]) -> list[Call]:
     function = spec.get("function") or spec
     schema = function.get("parameters") or function.get("input_schema") or {}
     texts = [step.text] if step.kind == "shell" else step.text.split()
-    if step.kind == "briefed":
-        texts = [f"{text}\n" + " ".join(f"{n}-{word}" for word in range(BRIEF_WORDS)) for n, text in enumerate(texts)]
+    if step.brief_words:
+        briefs = [" ".join(f"{n}-{word}" for word in range(step.brief_words)) for n in range(len(texts))]
+        texts = [f"{text}\n{brief}" for text, brief in zip(texts, briefs, strict=True)]
     calls = [Call(name, _arguments(schema, text, n), group) for n, text in enumerate(texts)]
     if group:
         # Codex does not wait for its sub-agents: give it something to wait for

@@ -66,10 +66,17 @@ def by_session(records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
 
 
 async def books_agree(at: Fleet) -> None:
-    """What the proxy counted is what the engines did, token by token."""
-    tokens = [one["tokens"] for one in await at.decisions() if one["tokens"]["prompt"]]
-    reported = sum(one["prompt"] for one in tokens), sum(one["cached"] for one in tokens)
-    assert reported == at.booked()
+    """What the proxy counted is what the engines did, token by token; only a request whose client left before its usage
+    came is in the engines' books alone."""
+    records = await at.decisions()
+    told = [one["tokens"] for one in records if one["tokens"]["prompt"]]
+    prompt, cached = sum(one["prompt"] for one in told), sum(one["cached"] for one in told)
+    booked_prompt, booked_cached = at.booked()
+    if any(one["error"] == "client_closed" for one in records):
+        assert prompt <= booked_prompt
+        assert cached <= booked_cached
+    else:
+        assert (prompt, cached) == (booked_prompt, booked_cached)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -129,7 +136,7 @@ async def test_sub_agents_are_sticky_and_name_their_parent(tmp_path: Path) -> No
 @pytest.mark.parametrize(("name", "flags"), [("claude", []), ("codex", ["-c", "agents.max_threads=8"])])
 async def test_eight_at_once_spread_and_the_parent_never_moves(tmp_path: Path, name: str, flags: list[str]) -> None:
     """Each sub-agent has a long task of its own: more than one engine could begin at once."""
-    async with fleet(tmp_path, [ScriptedEngine(tokens_per_s=12000) for _ in range(3)]) as at:
+    async with fleet(tmp_path, [ScriptedEngine(tokens_per_s=6000) for _ in range(3)]) as at:
         harness = Harness(name, tmp_path / "home", tmp_path / "project", at.url)
         done = await harness.run("script:crew", flags=flags)
         assert done.status == 0, done.err
