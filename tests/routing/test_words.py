@@ -33,6 +33,18 @@ def test_expected_cached_tokens_are_those_of_the_repeated_prompt() -> None:
     assert ticket.decision.expected_cached_tokens == pytest.approx(40 * BLOCK_TOKENS, rel=0.02)
 
 
+@pytest.mark.parametrize("kv_capacity_tokens", [None, 10_000, 10**12])
+def test_a_warm_session_is_kept_for_a_time_that_can_be_told(kv_capacity_tokens: int | None) -> None:
+    fleet = Fleet(spec("d0", kv_capacity_tokens=kv_capacity_tokens), settings=RoutingSettings(idle_ttl_s=600))
+    for turn in range(1, 4):
+        fleet.ask(request("s", 10 * turn))
+    seen = fleet.router.session("s")
+    assert seen is not None
+    assert seen.warm
+    assert seen.keep_s is not None
+    assert 0 < seen.keep_s <= 600
+
+
 def test_an_overloaded_home_spills_once_and_stays_home() -> None:
     fleet = Fleet(*FOUR, settings=RoutingSettings(late_binding=False))
     _, home = word(fleet, request("s", 20))

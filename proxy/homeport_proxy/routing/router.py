@@ -316,7 +316,7 @@ class Router:
     def session(self, session: str) -> SessionView | None:
         """The session as known, or None."""
         known = self._sessions.get(session)
-        return None if known is None else session_view(known, self._places)
+        return None if known is None else session_view(known, self._places, self.settings.idle_ttl_s)
 
     def status(self, now_s: float) -> RouterStatus:
         """The router at a glance."""
@@ -408,7 +408,7 @@ class Router:
         """Send a place its next requests, as long as it has little prefill left."""
         decided = []
         place = self._places[name]
-        while place.load.prefill_left_s(now_s) <= self.settings.hold_below_s:
+        while place.load.backlog_s(now_s) <= self.settings.hold_below_s:
             held = self._queues.first(name, now_s)
             if held is None:
                 break
@@ -426,7 +426,7 @@ class Router:
         idle = [
             name
             for name, place in self._places.items()
-            if name not in waiting and place.state in ("up", "unknown") and place.load.prefill_left_s(now_s) <= below
+            if name not in waiting and place.state in ("up", "unknown") and place.load.backlog_s(now_s) <= below
         ]
         if not idle:
             return []
@@ -446,7 +446,7 @@ class Router:
                 if other.prefill_s + k * (other.prefill_s - own.prefill_s) < wait_s + own.prefill_s:
                     self._queues.remove(held)
                     decided += self._decide_anew(held.ticket, held.since_s, now_s)
-                    idle = [name for name in idle if self._places[name].load.prefill_left_s(now_s) <= below]
+                    idle = [name for name in idle if self._places[name].load.backlog_s(now_s) <= below]
                     break
             if not idle:
                 break

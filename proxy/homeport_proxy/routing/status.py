@@ -69,8 +69,9 @@ def _place(name: str, place: Place, sessions: SessionTable, queues: VirtualQueue
     )
 
 
-def session_view(session: Session, places: Mapping[str, Place]) -> SessionView:
-    """A session for the admin API and the cache header."""
+def session_view(session: Session, places: Mapping[str, Place], idle_ttl_s: float) -> SessionView:
+    """A session for the admin API and the cache header. Nobody keeps a prefix past ``idle_ttl_s``: then the session
+    itself is forgotten."""
     home = places.get(session.home) if session.home is not None else None
     warm = home is not None and home.state != "down" and home.cold_since_s < session.last_used_s
     return SessionView(
@@ -82,7 +83,7 @@ def session_view(session: Session, places: Mapping[str, Place]) -> SessionView:
         last_used_s=session.last_used_s,
         moves=session.moves,
         warm=warm,
-        keep_s=home.turnover_s() if warm and home is not None else None,
+        keep_s=min(home.turnover_s() or idle_ttl_s, idle_ttl_s) if warm and home is not None else None,
     )
 
 

@@ -299,7 +299,7 @@ class ShadowReport:
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
-    """A session as the router knows it. ``keep_s``: how long its prefix is expected to stay resident; None unknown."""
+    """A session as the router knows it. ``keep_s``: how long its prefix is expected to stay resident; None: cold."""
 
     session: str
     home: str | None
