@@ -96,7 +96,7 @@ def test_a_late_head_is_not_taken_for_done_and_a_silent_engine_not_for_busy_fore
     assert load.prefill_left_s(3.0) > 0.1
     assert load.prefill_left_s(60.0) == 0.0
     due_s = load.next_change_s(0.1, 3.0)
-    assert load.prefill_left_s(due_s) <= 0.1
+    assert load.backlog_s(due_s) <= 0.1
 
 
 @given(st.lists(st.floats(0.02, 5), min_size=1, max_size=6), st.floats(0, 40))
@@ -106,11 +106,11 @@ def test_next_change_is_never_before_there_is_room(works: list[float], now_s: fl
         load.begin_prefill(key, work_s, 1, 0.0)
     due_s = load.next_change_s(0.1, now_s)
     assert due_s >= now_s
-    if load.prefill_left_s(now_s) <= 0.1:
+    if load.backlog_s(now_s) <= 0.1:
         assert due_s == now_s
     else:
         for _ in range(100):  # a caller that comes when told gets there in a bounded number of wake-ups
-            if load.prefill_left_s(due_s) <= 0.1:
+            if load.backlog_s(due_s) <= 0.1:
                 break
             due_s = load.next_change_s(0.1, due_s)
-        assert load.prefill_left_s(due_s) <= 0.1
+        assert load.backlog_s(due_s) <= 0.1

@@ -41,6 +41,30 @@ def test_the_shortest_prefill_goes_first() -> None:
     assert fleet.empty()
 
 
+def test_many_short_prompts_in_flight_are_no_queue() -> None:
+    fleet = Fleet(spec("d0"))
+    tickets = [fleet.router.arrive(request(f"s{n}", 1, prompt_tokens=24), 0.0) for n in range(50)]
+    assert len(fleet.router.due(0.0)) == 50
+    for ticket in tickets:
+        fleet.router.cancel(ticket, 0.0)
+    assert fleet.empty()
+
+
+def test_a_silent_engine_holds_nobody_for_long() -> None:
+    fleet = Fleet(spec("d0"))
+    fleet.start(request("stuck", 10))
+    held(fleet, *[(f"s{n}", 10) for n in range(5)])
+    served = len(fleet.router.due(0.0))
+    for _ in range(50):
+        due_s = fleet.router.next_due_s(fleet.now_s)
+        if due_s is None:
+            break
+        fleet.now_s = max(due_s, fleet.now_s + 1e-3)
+        served += len(fleet.router.due(fleet.now_s))
+    assert served == 5
+    assert fleet.now_s < 5
+
+
 def test_age_outweighs_length() -> None:
     fleet = Fleet(spec("d0"))
     blocker = busy(fleet)

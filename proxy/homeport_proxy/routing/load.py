@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-_OVERRUN_FACTOR = 4.0
-_OVERRUN_S = 5.0
+_OVERRUN_FACTOR = 3.0
+_OVERRUN_S = 1.0
 
 
 class PlaceLoad:
@@ -25,6 +25,7 @@ class PlaceLoad:
         "_queued_s",
         "burden_s",
         "decode_tokens",
+        "fixed_s",
         "fresh_tokens_per_s",
         "prefill_tokens",
         "requests",
@@ -41,6 +42,8 @@ class PlaceLoad:
         self._head_since_s = 0.0
         self._offered_s = 0.0
         self._decayed_s = 0.0
+        self.fixed_s = 0.02
+        """Of each prefill's predicted seconds the part that does not grow with the prompt."""
         self.burden_s = 0.0
         """A coarse measure to sort places by: prefill sent and offered lately, requests in flight (s)."""
         self._fresh = 0.0
@@ -119,9 +122,17 @@ class PlaceLoad:
             return max(rest_s - late_s, 0.0)
         return max(head_s - elapsed_s, min(head_s, elapsed_s / 4)) + rest_s
 
+    def backlog_s(self, now_s: float) -> float:
+        """Like :meth:`prefill_left_s` without the fixed part of each prompt.
+
+        What late binding goes by: engines batch short prompts, so that many of them in flight are no queue.
+        """
+        return max(self.prefill_left_s(now_s) - self.fixed_s * len(self._prefills), 0.0)
+
     def next_change_s(self, below_s: float, now_s: float) -> float:
-        """When :meth:`prefill_left_s` is first at most ``below_s`` if no first token arrives."""
+        """When :meth:`backlog_s` is first at most ``below_s`` if no first token arrives."""
         left_s = self.prefill_left_s(now_s)
+        below_s += self.fixed_s * len(self._prefills)
         if left_s <= below_s or not self._prefills:
             return now_s
         head_s = next(iter(self._prefills.values()))

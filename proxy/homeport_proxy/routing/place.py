@@ -64,10 +64,11 @@ class Place:
     def set_rates(self, rates: Rates) -> None:
         """Newly learned speeds."""
         self.rates = self.view.rates = self.prefill_rates.rates = rates
+        self.load.fixed_s = max(rates.t0_s, 0.02)
 
     def learn_prefill(self, uncached_tokens: int, cached_tokens: int, took_s: float) -> None:
         """A prefill took the engine ``took_s``."""
-        self.rates = self.view.rates = self.prefill_rates.observe(uncached_tokens, cached_tokens, took_s)
+        self.set_rates(self.prefill_rates.observe(uncached_tokens, cached_tokens, took_s))
 
     def borrow(self, other: Place) -> None:
         """Take another place's learned speeds (scaled by the configured capacities) until there are enough own ones.
