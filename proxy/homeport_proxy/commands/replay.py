@@ -122,7 +122,7 @@ def _live(
     url = args.url.rstrip("/")
     options = LiveOptions(
         url=url if url.endswith("/v1") else f"{url}/v1",
-        model=args.model or "default",
+        model=args.model,
         key=os.environ.get(args.key_env),
         speed=args.speed,
         shrink=args.shrink,

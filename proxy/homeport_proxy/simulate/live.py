@@ -22,10 +22,10 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 @dataclass(frozen=True, slots=True)
 class LiveOptions:
     """``url``: base URL ending in /v1. ``speed`` divides think times, ``shrink`` divides prompt sizes (small engines).
-    ``spread_s``: seconds between two session starts, before ``speed``."""
+    ``model`` None: the first that the proxy lists. ``spread_s``: seconds between session starts, before ``speed``."""
 
     url: str
-    model: str
+    model: str | None = None
     key: str | None = None
     speed: float = 1.0
     shrink: float = 1.0
@@ -93,6 +93,7 @@ class _Player:
         self._client = client
         self._samples = samples
         self._started_s = started_s
+        self._model = options.model or ""
 
     async def probe(self) -> None:
         """Fail early, and readably, when nothing answers."""
@@ -100,6 +101,13 @@ class _Player:
             async with self._client.get(f"{self._options.url}/models", headers=self._headers(None)) as response:
                 if response.status >= 400:
                     raise LiveError(f"{self._options.url}/models answered {response.status}")
+                listed = await response.json(content_type=None)
+                names = [str(model["id"]) for model in listed["data"]]
+                self._model = self._options.model or (names[0] if names else "")
+                if not self._model:
+                    raise LiveError(f"{self._options.url}/models lists no model; name one with --model")
+        except (KeyError, TypeError, ValueError) as error:
+            raise LiveError(f"{self._options.url}/models is no model list; is this a proxy's /v1?") from error
         except aiohttp.ClientError as error:
             raise LiveError(f"{self._options.url}: {error}; is the proxy running?") from error
 
@@ -125,7 +133,7 @@ class _Player:
     async def _ask(self, session: str, call: Call) -> None:
         options = self._options
         body = {
-            "model": options.model,
+            "model": self._model,
             "messages": [{"role": "user", "content": prompt_text(call, self._workload.block_tokens, options.shrink)}],
             "max_tokens": max(1, min(call.output_tokens, options.max_output_tokens)),
             "stream": True,
