@@ -65,7 +65,9 @@ def test_langgraph_thread_is_the_session() -> None:
         check(server, "graph-1")
 
 
-def test_litellm() -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_litellm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no download of a price list at import
     litellm = pytest.importorskip("litellm")
     with serving(model_that_asks_once) as server:
         assert example("with_litellm").run(server.base_url, "m", "litellm-1") == "It is safe."
