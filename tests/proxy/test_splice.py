@@ -12,7 +12,11 @@ from homeport_proxy.splice import NotAnObjectError, document_of, edit, edit_at, 
 
 KEYS = st.sampled_from(["a", "b", "model", "kv_transfer_params", "é", "x y", '"', "\\", "stream"])
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 10**9) | st.floats(allow_nan=False) | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 10**9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=8,
 )
