@@ -200,12 +200,15 @@ async def test_a_stop_finishes_what_is_under_way(fleet: Fleet) -> None:
     await until(lambda: sum(len(engine.chats) for engine in fleet.engines.values()) == 1)
     fleet.process.terminate()
     with pytest.raises(aiohttp.ClientError):
-        async with asyncio.timeout(20):
-            while True:
-                await fleet.ask("/health/live")
+        await asyncio.wait_for(_ask_until_refused(fleet), 20)
     assert fleet.process.returncode is None, "it takes nobody in, but it is still there"
     for engine in fleet.engines.values():
         assert engine.hold is not None
         engine.hold.set()
     assert (await open_).status == 200
     assert await fleet.process.wait() == 0
+
+
+async def _ask_until_refused(fleet: Fleet) -> None:
+    while True:
+        await fleet.ask("/health/live")
