@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from homeport_proxy import models, paths
 from homeport_proxy.api import BY_PATH
@@ -15,6 +17,18 @@ from homeport_proxy.errors import ProxyError
 from homeport_proxy.pipeline import Pipeline, answer_error, arrive
 
 MAX_HEADER_BYTES = 64 * 1024
+
+
+class _OurFaults(logging.Filter):
+    """What is no HTTP is the client's doing: aiohttp answers 400, and the log needs no traceback of it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
+
+
+_log = logging.getLogger(__name__)
+_log.addFilter(_OurFaults())
 
 
 class Proxy:
@@ -33,6 +47,7 @@ class Proxy:
         runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_log,
             handler_cancellation=True,
             shutdown_timeout=self.control.config.timeouts.drain_s,
             keepalive_timeout=75.0,

@@ -26,7 +26,7 @@ FLEET = {"p0": "prefill", "d0": "decode", "d1": "decode"}
 FAULTS = ("reset", "half_frame", "garbage", "close", "status", "slow", "content_length")
 PHASES = ("before_headers", "after_headers", "mid_stream")
 ROUND = 150
-ROUNDS = 8
+ROUNDS = 3
 
 
 def body_of(dice: random.Random) -> tuple[str, dict[str, Any]]:
