@@ -76,3 +76,18 @@ def test_the_router_books_a_failover_as_routed_elsewhere_and_an_edit_as_the_call
     outcome = fleet.end(fleet.start(edited), cached=52 * BLOCK_TOKENS)
     assert outcome.causes["caller"] == pytest.approx(52 * BLOCK_TOKENS, rel=0.1)
     assert sum(outcome.causes.values()) + 52 * BLOCK_TOKENS == 104 * BLOCK_TOKENS
+
+
+def test_what_a_turn_appends_is_new_also_when_the_prompt_was_estimated_too_long() -> None:
+    fleet = Fleet(spec("d0"))
+
+    def turn(blocks: int, reported: int, cached: int) -> dict[str, int]:
+        ticket = fleet.start(request("s", blocks, prompt_tokens=int(reported * 1.1)))
+        outcome = fleet.router.finished(
+            ticket, fleet.now_s, prompt_tokens=reported, cached_tokens=cached, output_tokens=20, ok=True
+        )
+        fleet.now_s += 1.0
+        return dict(outcome.causes)
+
+    assert turn(12, 1536, 0) == {"new": 1536}
+    assert turn(12, 1590, 1536) == {"new": 54}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from homeport_proxy.routing.causes import Sight
+from homeport_proxy.routing.causes import PromptTrace, Sight
 from homeport_proxy.routing.cost import tiered_prefill_s
 from homeport_proxy.routing.index import Index
 from homeport_proxy.routing.place import Place
@@ -30,6 +30,7 @@ class Flight:
         "request",
         "session",
         "sight",
+        "trace",
         "uncached",
     )
 
@@ -50,6 +51,7 @@ class Flight:
         self.prefill_took_s: float | None = None
         self.handed_over_s: float | None = None
         self.sight: Sight | None = None
+        self.trace: PromptTrace | None = None
 
     def begin_prefill(self, worker: Place, index: Index, now_s: float) -> int:
         """Prefill load at ``worker``; returns the cached tokens expected there (discounted by confidence)."""

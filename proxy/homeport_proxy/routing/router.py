@@ -269,6 +269,8 @@ class Router:
         flight = self._flights.pop(ticket, None)
         if flight is None:
             return Outcome(prompt_tokens, cached_tokens)
+        if prompt_tokens and flight.trace is not None:
+            flight.trace.tokens = prompt_tokens  # what the next turn repeats is known now, no longer estimated
         if ok and flight.host is not None:
             if ticket.first_token_s is None:  # an answer that is not streamed has no first token to tell of
                 self._lies_at_host(ticket, flight)
@@ -484,7 +486,7 @@ class Router:
             return
         self._settle(session, decision)
         session.last_place = prefiller.spec.name
-        session.trace = PromptTrace(request.prefix.text_blocks, request.prompt_tokens)
+        session.trace = flight.trace = PromptTrace(request.prefix.text_blocks, request.prompt_tokens)
 
     def _settle(self, session: Session, decision: Decision) -> None:
         """The session's home and how often it was the dearer one, after a decision."""
