@@ -445,11 +445,25 @@ def _detail(one: str, other: str) -> Detail | None:
         found = next((found for found in scan(line) if found.start <= spot <= found.end), None)
         if found is not None:
             return found.kind
+    if all(_stands_under_git(text, at) for text in (one, other)):
+        return VolatileKind.GIT
     # a bare clock or number says little by itself: only where both have one it is what changed
     for pattern, kind in ((_CLOCK, VolatileKind.TIMESTAMP), (_NUMBER, VolatileKind.COUNTER)):
         if all(any(match.start() <= spot <= match.end() for match in pattern.finditer(line)) for line, spot in lines):
             return kind
     return None
+
+
+_GIT_LIST = re.compile(r"(?i)[ \t]*(?:git ?status|status|on branch|recent commits|changes)\b")
+_GIT_LIST_CHARS = 4_096
+
+
+def _stands_under_git(text: str, at: int) -> bool:
+    """Whether a character stands in a list that git printed: changed files, commits."""
+    before = text[max(0, at - _GIT_LIST_CHARS) : at]
+    paragraph = before[before.rfind("\n\n") + 2 if "\n\n" in before else 0 :]
+    heading = any(_GIT_LIST.match(line) for line in paragraph.split("\n")[:-1])
+    return heading and re.search(r"(?i)\bgit|branch|commits", before) is not None
 
 
 def _line_at(text: str, at: int) -> tuple[str, int]:

@@ -92,13 +92,19 @@ class SessionReport:
 
     @property
     def lost_tokens(self) -> int | None:
-        """Tokens computed again through breaks; None when not known of any."""
-        return _sum(loss.lost_tokens for loss in self.losses)
+        """Tokens computed again through breaks; None when not known of any, 0 when the cache was measured and nothing
+        was lost."""
+        return 0 if self._nothing_lost else _sum(loss.lost_tokens for loss in self.losses)
 
     @property
     def lost_usd(self) -> Decimal | None:
-        """What the breaks cost, in US dollars; None when not known of any."""
-        return _sum_dollars(loss.cost_usd for loss in self.losses)
+        """What the breaks cost, in US dollars; None when not known of any, 0 when the cache was measured and nothing
+        was lost."""
+        return Decimal(0) if self._nothing_lost else _sum_dollars(loss.cost_usd for loss in self.losses)
+
+    @property
+    def _nothing_lost(self) -> bool:
+        return not self.losses and self.requests > self.unreported_requests
 
     def to_dict(self) -> dict[str, Json]:
         """Everything as JSON values; dollars as decimal text."""

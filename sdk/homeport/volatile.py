@@ -57,7 +57,9 @@ _DATE = (
 _PATTERNS = {
     VolatileKind.BILLING: r"x-anthropic-billing-header:[^\n]*",
     VolatileKind.GIT: r"(?i:^[ \t]*(?:git status|current branch|main branch|on branch|recent commits|"
-    r"your branch is|is (?:directory )?a git repo(?:sitory)?)\b[^\n]*)",
+    r"your branch is|is (?:directory )?a git repo(?:sitory)?)\b[^\n]*"
+    r"|\bgit[ _-]?(?:status|branch|commit|head)[ \t]*[:=][^\n]*"
+    r"|\b(?:commit|HEAD|revision)[ \t]*(?:hash|id|sha)?[ \t]*[:=]?[ \t]*(?=[0-9a-f]*\d)[0-9a-f]{7,40}\b)",
     VolatileKind.TIMESTAMP: rf"\b(?:{_DATE})(?:T|,?\s+(?:at\s+)?){_CLOCK}(?!\d)"
     rf"|\b{_DAYS}\s+{_MONTHS}\s+\d{{1,2}}\s+{_CLOCK}(?:\s+[A-Z]{{2,4}})?(?:\s+\d{{4}})?"
     r"|\b\d{1,2}:\d{2}:\d{2}(?:[.,]\d+)?(?:\s?[AaPp][Mm])?(?:Z|\sUTC)?\b"

@@ -289,6 +289,9 @@ def test_the_table_knows_every_reason() -> None:
         ("There are 17 unread notes.", "There are 18 unread notes.", Detail.COUNTER),
         ("x-anthropic-billing-header: cch=ab1;", "x-anthropic-billing-header: cch=zz9;", Detail.BILLING),
         ("Be brief.", "Be thorough.", None),
+        ("gitStatus: at the start\n\nStatus:\nM a.py", "gitStatus: at the start\n\nStatus:\nM b.py", "git"),
+        ("Recent commits:\nabc1234 one\n", "Recent commits:\ndef5678 two\nabc1234 one\n", "git"),
+        ("Status:\nall is well", "Status:\nnothing is", None),
     ],
 )
 def test_what_kind_of_volatile_text_changed(before: str, after: str, detail: Detail | None) -> None:

@@ -371,6 +371,15 @@ class TestReport:
         assert report.to_dict()["lost_usd"] == "0.0009"
         json.dumps(report.to_dict())
 
+    def test_nothing_lost_is_not_the_same_as_not_measured(self) -> None:
+        with Ledger() as ledger:
+            ledger.record(USAGE, model="m", session="measured")
+            ledger.record(Usage(1000, None, None, 10), model="m", session="silent")
+            measured, silent = (SessionReport.of(ledger, name) for name in ("measured", "silent"))
+        assert (measured.lost_tokens, measured.lost_usd) == (0, 0)
+        assert "(0 tokens)" in str(measured)
+        assert (silent.lost_tokens, silent.lost_usd) == (None, None)
+
     def test_it_reads_like_a_table(self) -> None:
         with Ledger(prices=PRICES) as ledger:
             ledger.record(Usage(1000, 250, None, 10), model="m", session="s", cause="evicted", lost_tokens=750)
