@@ -141,7 +141,7 @@ class Harbour:
         return sum(value for (sample, _), value in (await self.metrics()).items() if sample == name)
 
 
-async def until(condition: Any, timeout_s: float = 10.0) -> None:
+async def until(condition: Any, timeout_s: float = 20.0) -> None:
     """Wait for something that no event announces."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - there is no event for what is awaited

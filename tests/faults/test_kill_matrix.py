@@ -33,7 +33,7 @@ KINDS = {
 
 @pytest.mark.parametrize(("row", "stream"), cases(*FLEETS))
 async def test_row(row: Row, stream: bool) -> None:
-    settings = {"load_failure": "recompute" if row.fleet.endswith("recompute") else "fail", "lease_s": 1.0}
+    settings = {"load_failure": "recompute" if row.fleet.endswith("recompute") else "fail", "lease_s": 3.0}
     async with harbour(FLEETS[row.fleet], **settings) as fleet:
         home = await warmed_up(fleet)
         victims = {"home": [home], "decode": [home], "prefill": ["p0"], "all": list(fleet.engines)}[row.who]
