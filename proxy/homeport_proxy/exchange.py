@@ -118,6 +118,7 @@ class Exchange:
     # locate
     region: str = ""
     region_reason: str | None = None
+    home_region_down: bool = False
     peer_region: bool = False
     hops: int = 0
 

@@ -41,11 +41,13 @@ class RegionReport(msgspec.Struct, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where a request is served. ``peer`` is set when that is another proxy; ``reason`` is empty at home."""
+    """Where a request is served. ``peer`` is set when that is another proxy; ``reason`` is empty at home.
+    ``home_down``: the region that is the session's home cannot be used."""
 
     region: str
     peer: Peer | None = None
     reason: str = ""
+    home_down: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -181,9 +183,10 @@ class Regions:
         if stay_at is not None and session not in self._under_way and now_s - idle_since_s >= IDLE_RETURN_S:
             del self._away[session]
             stay_at = None
+        views = self.views()
         choice = choose(
             session,
-            self.views(),
+            views,
             allowed=allowed,
             staying_at=stay_at,
             new=session not in self._seen,
@@ -196,7 +199,8 @@ class Regions:
             self._away.pop(session, None)
         elif not choice.once:
             self._away[session] = (choice.region, now_s)
-        return Located(choice.region, self.peers.get(choice.region), choice.reason)
+        home_down = any(view.name == choice.home and not view.usable for view in views)
+        return Located(choice.region, self.peers.get(choice.region), choice.reason, home_down)
 
     def _elsewhere(self, exchange: Exchange, allowed: set[str]) -> Located | None:
         """Not allowed here: another region, unless the request came from one (it must not travel on)."""

@@ -183,6 +183,7 @@ class Pipeline:
             peer = located.peer
             exchange.region, exchange.peer_region = located.region, peer is not None
             exchange.region_reason = located.reason or exchange.region_reason
+            exchange.home_region_down = located.home_down or bool(failed)
             if peer is None:
                 return False
             if peer.name in failed:
@@ -203,6 +204,8 @@ class Pipeline:
             exchange.ticket = ticket = await placer.place(exchange.region, view)
         except NoPlaceError as error:
             raise no_backend(f"{error}.") from None
+        if exchange.home_region_down and ticket.decision is not None and ticket.decision.word is Word.PLACED:
+            ticket.decision = replace(ticket.decision, word=Word.FAILOVER)
         exchange.decision = ticket.decision
         waited_s = loop.time() - started_s
         held_s = (ticket.decided_s or ticket.arrived_s) - ticket.arrived_s

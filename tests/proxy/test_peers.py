@@ -130,9 +130,9 @@ async def test_a_lost_region_moves_only_its_sessions_and_they_return(monkeypatch
     async with regions() as made:
         at_a, at_b = await session_at(made, "a"), await session_at(made, "b")
         await made["b"].stop()
-        for _ in range(3):
+        for word in ("failover", "home", "home"):
             answer = await made["a"].chat(at_b)
-            assert (answer["status"], home_of(answer)) == ("200", "a")
+            assert (answer["status"], home_of(answer), answer["x-homeport-decision"]) == ("200", "a", word)
         assert home_of(await made["a"].chat(at_a)) == "a"
         control = made["a"].control
         assert control is not None

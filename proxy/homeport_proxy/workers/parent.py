@@ -113,12 +113,12 @@ class Desk:
     def on_identify(self, seen: Any) -> Awaitable[Any]:
         return self._control.books.identify(seen)
 
-    async def on_locate(self, exchange: Exchange) -> tuple[str, bool, str] | None:
+    async def on_locate(self, exchange: Exchange) -> tuple[str, bool, str, bool] | None:
         located = await self._control.books.locate(arrived(exchange))
         if located is None:
             return None
         self._under_way.add((exchange.session, exchange.request_id))
-        return located.region, located.peer is not None, located.reason
+        return located.region, located.peer is not None, located.reason, located.home_down
 
     def on_holder(self, tenant: str, response_id: str) -> Awaitable[Any]:
         return self._control.books.holder(tenant, response_id)

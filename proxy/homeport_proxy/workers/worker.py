@@ -156,8 +156,8 @@ class RemoteBooks:
         answer = await self._link.ask("locate", to_travel(exchange, keep_document=False))
         if answer is None:
             return None
-        region, by_peer, reason = answer
-        return Located(region, self._control.regions.peers.get(region) if by_peer else None, reason)
+        region, by_peer, reason, home_down = answer
+        return Located(region, self._control.regions.peers.get(region) if by_peer else None, reason, home_down)
 
     async def holder(self, tenant: str, response_id: str) -> str | None:
         return cast("str | None", await self._link.ask("holder", tenant, response_id))
