@@ -48,7 +48,7 @@ class Document(Mapping[str, JsonValue]):
             return None
         try:
             items = self._items[name] = _ITEMS.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         return items
 

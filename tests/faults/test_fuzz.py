@@ -135,8 +135,9 @@ async def fuzz(examples: int) -> None:
             assert status != 500, (status, answer)
             assert b"Traceback" not in answer
             assert b'"code":"internal"' not in answer
-            assert b"kv_transfer_params" not in answer
-            assert not alarms.seen, alarms.seen
+            assert b'"remote_block_ids"' not in answer
+            seen, alarms.seen = alarms.seen, []  # of this request alone, so that it can be told from others
+            assert not seen, seen
 
         run = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)(
             given(st.sampled_from(METHODS), st.sampled_from(PATHS), QUERIES, headers, bodies)(check)

@@ -59,7 +59,7 @@ def parse(data: bytes) -> dict[str, Any]:
     """A JSON object, or an empty one when the bytes are something else (never raises)."""
     try:
         value = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

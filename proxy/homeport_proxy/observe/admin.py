@@ -246,7 +246,7 @@ async def _options(request: web.Request) -> dict[str, object]:
         return {}
     try:
         return msgspec.json.decode(body, type=dict[str, object])
-    except (msgspec.DecodeError, msgspec.ValidationError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
 
 
