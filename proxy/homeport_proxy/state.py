@@ -27,7 +27,8 @@ SYNC_S = 0.25
 """Load, use and drains are exchanged this often."""
 LIVE_S = 3.0
 """A proxy that was not heard of for this long counts no more."""
-ANSWER_S = 0.25
+ANSWER_S = 1.0
+"""Patience with one answer; a busy event loop must not pass for a Redis that is gone."""
 RETRY_S = 1.0
 
 _T = TypeVar("_T")
@@ -140,6 +141,7 @@ class RedisState:
         self._sending: set[asyncio.Task[object]] = set()
         self._drains_dirty = False
         self._counted: set[str] = set()
+        self._stopping = False
         self.limits: Limits = RedisLimits(self, local)
 
     @property
@@ -162,9 +164,13 @@ class RedisState:
 
     async def stop(self) -> None:
         """Take this proxy's load and use out again."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, *self._sending, return_exceptions=True)
+        self._stopping = True
+        pending = {*self._sending, *([self._task] if self._task else [])}
+        while pending:
+            # again and again: a client library may take one cancellation for a fault of the connection
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=0.5)
         if not self.alone:
             await self.call(lambda r: self._leave(r))
         await self._redis.aclose()
@@ -203,7 +209,7 @@ class RedisState:
         if self.alone:
             return None
         try:
-            async with asyncio.timeout(2 * ANSWER_S):
+            async with asyncio.timeout(1.5 * ANSWER_S):
                 return await ask(self._redis)
         except (RedisError, OSError, TimeoutError) as error:
             self._lost(error)
@@ -230,7 +236,7 @@ class RedisState:
     # exchanging
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopping:
             await asyncio.sleep(RETRY_S if self.alone else SYNC_S)
             try:
                 await self._sync()
@@ -243,7 +249,7 @@ class RedisState:
             return
         returning = self.alone
         try:
-            async with asyncio.timeout(4 * ANSWER_S):
+            async with asyncio.timeout(2 * ANSWER_S):
                 others, drains = await self._exchange(control, publish_drains=returning or self._drains_dirty)
         except (RedisError, OSError, TimeoutError, ValueError) as error:
             self._lost(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from homeport_proxy.region import SLACK_TOKENS, RegionView, choose, ranking
@@ -19,6 +19,7 @@ def fleets(draw: st.DrawFn) -> list[RegionView]:
     return [RegionView(name, weight=draw(weights)) for name in draw(names)]
 
 
+@settings(max_examples=60)
 @given(fleets(), st.text(min_size=1, max_size=20), st.randoms())
 def test_every_proxy_gives_the_same_answer(regions: list[RegionView], session: str, random: object) -> None:
     home = choose(session, regions)
@@ -26,7 +27,8 @@ def test_every_proxy_gives_the_same_answer(regions: list[RegionView], session: s
     assert choose(session, shuffled) == home
 
 
-@given(fleets(), st.lists(st.text(max_size=8), max_size=50, unique=True), st.data())
+@settings(max_examples=40)
+@given(fleets(), st.lists(st.text(max_size=8), max_size=30, unique=True), st.data())
 def test_a_lost_region_moves_only_its_own_sessions(
     regions: list[RegionView], sessions: list[str], data: st.DataObject
 ) -> None:
@@ -43,7 +45,8 @@ def test_a_lost_region_moves_only_its_own_sessions(
         assert bool(now.reason) == (before.region == lost)
 
 
-@given(fleets(), weights, st.lists(st.text(max_size=8), max_size=50, unique=True))
+@settings(max_examples=40)
+@given(fleets(), weights, st.lists(st.text(max_size=8), max_size=30, unique=True))
 def test_a_joining_region_takes_only_what_it_wins(
     regions: list[RegionView], weight: float, sessions: list[str]
 ) -> None:
@@ -61,6 +64,7 @@ def test_weights_are_shares() -> None:
     assert homes.count("a") / len(homes) == pytest.approx(0.75, abs=0.03)
 
 
+@settings(max_examples=40)
 @given(
     fleets(),
     st.lists(st.tuples(st.text(max_size=8), st.integers(1, 100_000)), max_size=60),
