@@ -17,8 +17,8 @@ CLIENT_STALL_S = 600.0
 class Patience:
     """Fails ``connection`` when its engine is silent for too long.
 
-    Before the first token: after ``first_token_s``, if ``overdue()`` then says so, else asked again every ``idle_s``.
-    After it: when nothing came for ``idle_s``; time in which the client holds the engine back does not count.
+    Before the first token: after ``first_token_s``, if ``overdue()`` then says so, else asked again after the
+    shorter of the two times. After it: when nothing came for ``idle_s``; time in which the client holds the engine back does not count.
     """
 
     def __init__(
@@ -83,4 +83,4 @@ class Patience:
             return self._started_s + self._first_token_s, ""
         if self._overdue() or waited_s >= ANSWER_S:
             return None, f"no token within {waited_s:.1f} s"
-        return now_s + (self._idle_s or self._first_token_s), ""
+        return now_s + self._next_s(), ""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import types
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import aiohttp
 import pytest
@@ -17,6 +17,8 @@ from homeport_engines.base import Handoff as Pair
 from homeport_engines.vllm.wire import TRANSFERS
 from homeport_proxy.app import Proxy
 from homeport_proxy.handoff import Held
+from homeport_proxy.patience import Patience
+from homeport_proxy.upstream import Connection
 from proxy.scripted_engines import (
     NIXL,
     USAGE,
@@ -205,6 +207,20 @@ async def test_an_unstreamed_answer_may_take_its_time() -> None:
         code, _, _ = await post(url, BODY)
         assert code == 200
     await engine.stop()
+
+
+async def test_an_engine_that_goes_down_is_given_up_soon_however_long_a_stream_may_idle() -> None:
+    given_up = asyncio.Event()
+
+    class Silent:
+        def fail(self, why: str, *, timed_out: bool) -> None:
+            given_up.set()
+
+    answers = iter([False, False, True])
+    patience = Patience(cast("Connection", Silent()), 0.01, lambda: next(answers), idle_s=3600)
+    async with asyncio.timeout(30):
+        await given_up.wait()
+    patience.stop()
 
 
 async def test_silence_after_the_first_token_ends_the_stream() -> None:
