@@ -18,7 +18,8 @@ class Patience:
     """Fails ``connection`` when its engine is silent for too long.
 
     Before the first token: after ``first_token_s``, if ``overdue()`` then says so, else asked again after the
-    shorter of the two times. After it: when nothing came for ``idle_s``; time in which the client holds the engine back does not count.
+    shorter of the two times. After it: when nothing came for ``idle_s``; time in which the client holds the engine
+    back does not count.
     """
 
     def __init__(
