@@ -65,6 +65,20 @@ class _Response(Protocol):
     status_code: int
     headers: MutableMapping[str, str]
     stream: _ByteStream
+    extensions: MutableMapping[str, object]
+    is_stream_consumed: bool
+
+    def __init__(
+        self,
+        status_code: int,
+        *,
+        headers: MutableMapping[str, str],
+        stream: _ByteStream,
+        extensions: MutableMapping[str, object],
+    ) -> None: ...
+
+    @property
+    def content(self) -> bytes: ...
 
 
 class _Transport(Protocol):
@@ -108,12 +122,14 @@ class _Wrapped:
             failed("request", error)
             return request, None
 
-    def _incoming(self, call: Call, response: _Response) -> None:
+    def _incoming(self, call: Call, response: _Response) -> _Response:
         try:
+            if response.status_code < 400:
+                response = _unread(response, type(self).homeport_module)
             headers = {name.lower(): value for name, value in response.headers.items()}
             answered(call, response.status_code, headers)
             if response.status_code >= 400:
-                return
+                return response
             tap = Tap(call, response.status_code, headers)
             stream = _stream_class(type(self).homeport_module, type(self).homeport_async)(response.stream, tap)
             if tap.hides:
@@ -123,6 +139,7 @@ class _Wrapped:
             response.stream = cast("_ByteStream", stream)
         except Exception as error:
             failed("response", error)
+        return response
 
     homeport_module: ModuleType
     homeport_async: bool
@@ -137,9 +154,7 @@ class _SyncMixin(_Wrapped):
     def handle_request(self, request: _Request) -> _Response:
         outgoing, call = self._outgoing(request)
         response = self.homeport_inner.handle_request(outgoing)
-        if call is not None:
-            self._incoming(call, response)
-        return response
+        return response if call is None else self._incoming(call, response)
 
     def close(self) -> None:
         self.homeport_inner.close()
@@ -149,9 +164,7 @@ class _AsyncMixin(_Wrapped):
     async def handle_async_request(self, request: _Request) -> _Response:
         outgoing, call = self._outgoing(request)
         response = await self.homeport_inner.handle_async_request(outgoing)
-        if call is not None:
-            self._incoming(call, response)
-        return response
+        return response if call is None else self._incoming(call, response)
 
     async def aclose(self) -> None:
         await self.homeport_inner.aclose()
@@ -172,6 +185,18 @@ def _rebuilt(request: _Request, headers: Mapping[str, str], content: bytes) -> _
     if "transfer-encoding" not in merged:
         merged["content-length"] = str(len(content))
     return type(request)(request.method, request.url, headers=merged, content=content, extensions=request.extensions)
+
+
+def _unread(response: _Response, module: ModuleType) -> _Response:
+    """The response as it comes from a server: one that is read already (a test's, a cache's) is made again."""
+    if not response.is_stream_consumed:
+        return response
+    headers, stream = type(response.headers)(response.headers), response.stream  # type: ignore[call-arg]
+    if not isinstance(stream, module.ByteStream):  # one that can be read only once, and was decoded then
+        stream = module.ByteStream(response.content)
+        for name in ("content-encoding", "content-length"):
+            headers.pop(name, None)
+    return type(response)(response.status_code, headers=headers, stream=stream, extensions=response.extensions)
 
 
 def _passed(tap: Tap, chunk: bytes) -> bytes:

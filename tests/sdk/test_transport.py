@@ -8,6 +8,7 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import anthropic
 import httpx
@@ -80,6 +81,29 @@ def test_observe_leaves_every_byte(client: object) -> None:
         assert server.last.content == ODD
         assert "x-session-affinity" not in server.last.headers
         assert homeport.report("s").cached_tokens == 1024
+
+
+@pytest.mark.parametrize("module", [httpx, httpx2])
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+@pytest.mark.parametrize("read_before", [False, True])
+def test_an_answer_that_was_read_before_is_counted(module: ModuleType, encoding: str, read_before: bool) -> None:
+    content = b"".join(chat_answer().chunks)
+    packed = gzip.compress(content) if encoding == "gzip" else content
+    headers = {"content-type": "application/json", "content-encoding": encoding, "x-kept": "1"}
+
+    def answer(_: object) -> object:
+        if not read_before:  # as a test's stand-in gives it
+            return module.Response(200, headers=headers, content=packed)
+        streamed = module.Response(200, headers=headers, content=iter([packed[:9], packed[9:]]))
+        streamed.read()  # as a cache or a log in the way leaves it
+        return streamed
+
+    with module.Client(transport=homeport.transport(module.MockTransport(answer), session="s")) as client:
+        for _ in range(2):
+            got = client.post("http://127.0.0.1:1/v1/chat/completions", json=BODY)
+            assert (got.status_code, got.content, got.headers["x-kept"]) == (200, content, "1")
+    report = homeport.report("s")
+    assert (report.requests, report.cached_tokens) == (2, 2048)
 
 
 def test_hint_names_the_session_and_leaves_the_body(client: object) -> None:
