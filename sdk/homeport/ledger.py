@@ -19,6 +19,7 @@ import sqlite3
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,23 @@ __all__ = ["COLUMNS", "Budget", "Entry", "GroupBy", "Ledger", "Totals"]
 _log = logging.getLogger("homeport.ledger")
 
 _BATCH_ROWS = 2_000
+
+# A child must not inherit an open database: it would take SQLite's record of its parent's locks for its own, and its
+# lines would be lost (https://www.sqlite.org/howtocorrupt.html). So every connection is closed before a fork.
+_between_forks = threading.RLock()
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    _between_forks.acquire()
+    for ledger in list(_ledgers):
+        ledger._put_down()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_between_forks.release, after_in_child=_between_forks.release
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +99,19 @@ class Ledger:
         self._closed = False
         # a database in memory is one connection, shared under a lock; a file gets one per use, and SQLite's own locks
         self._memory: sqlite3.Connection | None = None
+        self._writing: sqlite3.Connection | None = None
         self._gate: contextlib.AbstractContextManager[object] = (
             threading.RLock() if path is None else contextlib.nullcontext()
         )
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        connection = store.connect(self.path)
         if self.path is None:
-            self._memory = connection
+            self._memory = store.connect(None)
         else:
-            connection.close()
+            with self._connection():
+                pass  # made, or found to be unusable, now
+        with _between_forks:
+            _ledgers.add(self)
 
     def record(
         self,
@@ -244,16 +265,23 @@ class Ledger:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         self.flush()
-        with self._connection() as connection, self._gate:
+        with self._connection() as connection:
             yield connection
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
         if self._memory is not None:
-            yield self._memory
+            with self._gate:
+                yield self._memory
         else:
-            with contextlib.closing(store.connect(self.path)) as connection:
+            with _between_forks, contextlib.closing(store.connect(self.path)) as connection:
                 yield connection
+
+    def _put_down(self) -> None:
+        """Close the writer's connection; its next batch opens another."""
+        if self._writing is not None:
+            self._writing.close()
+            self._writing = None
 
     def _start(self) -> None:
         """See that this process has a writer: none yet, or we are a fork and the parent's stayed behind."""
@@ -278,19 +306,20 @@ class Ledger:
         return mark.done.wait(timeout_s)
 
     def _write(self) -> None:
-        with self._connection() as connection:
-            mark: _Mark | None = None
-            while mark is None or not mark.last:
-                batch, mark = self._gather()
-                try:
-                    with self._gate:
-                        self._store(connection, batch)
-                except Exception as error:  # the books must not take the program down with them
-                    self.error = f"{type(error).__name__}: {error}"
-                    self.dropped_rows += len(batch)
-                    _log.warning("ledger: %d lines could not be written: %s", len(batch), self.error)
-                if mark is not None:
-                    mark.done.set()
+        mark: _Mark | None = None
+        while mark is None or not mark.last:
+            batch, mark = self._gather()
+            try:
+                self._store(batch)
+            except Exception as error:  # the books must not take the program down with them
+                self.error = f"{type(error).__name__}: {error}"
+                self.dropped_rows += len(batch)
+                _log.warning("ledger: %d lines could not be written: %s", len(batch), self.error)
+            if mark is not None and mark.last:
+                with _between_forks:
+                    self._put_down()
+            if mark is not None:
+                mark.done.set()
 
     def _gather(self) -> tuple[list[Entry], _Mark | None]:
         """One batch: waits for the first line, then as long as the flush interval for more, or up to a mark."""
@@ -307,11 +336,15 @@ class Ledger:
             deadline_s = deadline_s or time.monotonic() + self._interval_s
         return batch, None
 
-    def _store(self, connection: sqlite3.Connection, batch: Sequence[Entry]) -> None:
+    def _store(self, batch: Sequence[Entry]) -> None:
         if not batch:
             return
-        store.insert(connection, batch, self._max_rows, self._max_bytes)
         with self._lock:
             budgets = list(self._budgets)
-        for spending in budgets:
-            spending.update(connection)
+        with self._gate, _between_forks:
+            connection = self._memory or self._writing
+            if connection is None:
+                connection = self._writing = store.connect(self.path)
+            store.insert(connection, batch, self._max_rows, self._max_bytes)
+            for spending in budgets:
+                spending.update(connection)
