@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(serve(config, path, insecure=args.insecure, workers=args.workers))
     except ConfigError as error:
-        faults = "; ".join(error.errors)
-        raise CommandError(faults if faults.startswith(f"{path}:") else f"{path}: {faults}") from None
+        wrong = "; ".join(error.errors)
+        raise CommandError(wrong if wrong.startswith(f"{path}:") else f"{path}: {wrong}") from None
 
 
 def _count(text: str) -> int:
