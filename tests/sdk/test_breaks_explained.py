@@ -308,7 +308,7 @@ KINDS: dict[str, Kind] = {
         "<env>\nToday is December 1, 2026\nFolder: /home/ann/harbour\n</env>",
         Detail.DATE,
     ),
-    "the working folder in the system prompt": systems("cwd: /work/harbour", "cwd: /work/pier", Detail.PATH),
+    "the working folder in the system prompt": systems("cwd: /srv/harbour", "cwd: /srv/pier", Detail.PATH),
     "a git flag that changes after git init": systems(
         "Is directory a git repo: no\n", "Is directory a git repo: yes\n", Detail.GIT
     ),
