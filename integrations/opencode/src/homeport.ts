@@ -2,7 +2,7 @@
 
 import { put } from "./bounded.js"
 import { enter, enterBreak, lostTokens, promptTokens, type Break, type Price, type StepTokens } from "./books.js"
-import { prepare, type Prepared, type Sender } from "./keeper.js"
+import { modelOf, prepare, type Prepared, type Sender } from "./keeper.js"
 import type { Options } from "./options.js"
 import type { Reason } from "./outline.js"
 import { kindOf, type People } from "./people.js"
@@ -118,16 +118,28 @@ export class Homeport {
       this.#show(enterBreak(state.books, at, reason, prepared.place, lost, speaker.price))
     }
     if (lane) lane.promptTokens = promptTokens(tokens)
+    const heard = state.heard[modelOf(speaker)]
+    if (heard) heard.atMs = this.now() // what is kept is kept from the end of the answer on
     this.store.save(state, this.now())
   }
 
-  /** Whether a tool result that OpenCode pruned at `prunedAtMs` is still to be sent in full. */
-  keepsPruned(session: string): (prunedAtMs: number) => boolean {
-    if (this.options.prune === "off") return () => false
+  /**
+   * Until when OpenCode's prunes go out, for a request whose history has tool results pruned at these moments; results
+   * pruned later are still to be sent in full. Letting them through breaks the prefix: whatever else is held goes too.
+   */
+  prunedUntilMs(session: string, model: string, prunedAtMs: number[]): number {
     const state = this.store.open(session, this.now())
+    if (prunedAtMs.some((at) => at > state.prunedUntilMs) && this.#letsPrunesThrough(state, model)) {
+      state.prunedUntilMs = this.now()
+      this.#release.add(session)
+    }
+    return state.prunedUntilMs
+  }
+
+  #letsPrunesThrough(state: SessionState, model: string): boolean {
+    if (this.options.prune === "off" || this.#release.has(state.session)) return true
     const full = Object.values(state.lanes).some((lane) => (lane.promptTokens ?? 0) > FULL_SHARE * (state.contextTokens ?? Infinity))
-    if (full || !holds(state.heard, this.now(), this.options.assumeWarmS)) state.prunedUntilMs = this.now()
-    return (prunedAtMs) => prunedAtMs > state.prunedUntilMs
+    return full || !holds(state.heard[model], this.now(), this.options.assumeWarmS)
   }
 
   report(session: string): string {
@@ -148,14 +160,14 @@ export class Homeport {
     if (words !== undefined) return this.#answerHere(speaker, api, body, words)
     withoutReports(api, body)
     const state = this.#stateOf(speaker)
-    const before = { warmth: warmth(state.heard, this.now()), backend: state.backend }
+    const before = { warmth: warmth(state.heard[modelOf(speaker)], this.now()), backend: state.backend }
     const release = this.#release.delete(speaker.session)
     const prepared = prepare(state, speaker, api, body, this.options, this.now(), release)
     this.#setCacheKey(speaker, url, body)
     put(this.#underway, speaker.session, { prepared, speaker, before, reported: false }, KEPT)
     if (prepared.newlyLate.length > 0)
       this.tell(
-        `${prepared.newlyLate.length} late tools are held back until the cache is cold: ${prepared.newlyLate.join(", ")}. "/homeport take" takes them now.`,
+        `${prepared.newlyLate.length} late tools are held back until a moment when they cost nothing: ${prepared.newlyLate.join(", ")}. "/homeport take" takes them now.`,
         "info",
       )
     return { ...init, body: JSON.stringify(body) }
@@ -177,7 +189,8 @@ export class Homeport {
   #incoming(speaker: Speaker, response: Response): Response {
     if (speaker.kind === "side" || !response.ok) return response
     const state = this.store.open(speaker.session, this.now())
-    state.heard = hear(response.headers.get("x-homeport-cache"), this.now())
+    const model = modelOf(speaker)
+    state.heard[model] = hear(response.headers.get("x-homeport-cache"), state.heard[model], this.now())
     state.backend = response.headers.get("x-homeport-backend")
     this.store.save(state, this.now())
     const underway = this.#underway.get(speaker.session)
@@ -192,7 +205,7 @@ export class Homeport {
     state.root = speaker.root
     if (speaker.kind !== "side") {
       state.agent = speaker.agent
-      state.model = `${speaker.providerID}/${speaker.modelID}`
+      state.model = modelOf(speaker)
       state.contextTokens = speaker.contextTokens
     }
     return state

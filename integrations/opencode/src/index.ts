@@ -4,6 +4,7 @@ import type { Hooks, Plugin, PluginModule } from "@opencode-ai/plugin"
 import { mkdirSync, writeFileSync } from "node:fs"
 import { join } from "node:path"
 import { Homeport, type Speaker, type Tell } from "./homeport.js"
+import { modelOf } from "./keeper.js"
 import { readOptions, type Options } from "./options.js"
 import { People } from "./people.js"
 import { commandTemplate } from "./reply.js"
@@ -89,14 +90,21 @@ type Messages = Parameters<NonNullable<Hooks["experimental.chat.messages.transfo
 /** Send tool results in full that OpenCode pruned while the cache is warm: what is stored stays pruned. */
 function restorePruned(homeport: Homeport, messages: Messages): void {
   const session = messages[0]?.info.sessionID
-  if (session === undefined) return
-  const keeps = homeport.keepsPruned(session)
+  const asking = messages.map(({ info }) => info).findLast((info) => info.role === "user")
+  if (session === undefined || asking?.role !== "user") return
+  const pruned = messages.flatMap((message) => message.parts.map(prunedAtMs)).filter((at) => at !== undefined)
+  const untilMs = homeport.prunedUntilMs(session, modelOf(asking.model), pruned)
   for (const message of messages)
     message.parts.forEach((part, n) => {
-      if (part.type !== "tool" || part.state.status !== "completed") return
-      const { compacted, ...time } = part.state.time
-      if (compacted !== undefined && keeps(compacted)) message.parts[n] = { ...part, state: { ...part.state, time } }
+      const at = prunedAtMs(part)
+      if (at === undefined || at <= untilMs || part.type !== "tool" || part.state.status !== "completed") return
+      const { compacted: _, ...time } = part.state.time
+      message.parts[n] = { ...part, state: { ...part.state, time } }
     })
+}
+
+function prunedAtMs(part: Messages[number]["parts"][number]): number | undefined {
+  return part.type === "tool" && part.state.status === "completed" ? part.state.time.compacted : undefined
 }
 
 function asker(client: Client): (session: string) => Promise<string | null> {

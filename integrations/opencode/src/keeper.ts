@@ -6,7 +6,7 @@ import { digest, firstDifference, outline, type Reason } from "./outline.js"
 import { appendText, messagesOf, systemOf, textOf, toolsOf, userTurnsOf, type Api, type JsonObject } from "./prompt.js"
 import type { Frozen, Head, Lane, SessionState } from "./store.js"
 import { isHolding, steady } from "./tools.js"
-import { holds, warmth } from "./warmth.js"
+import { holds, isGone } from "./warmth.js"
 
 /** Who sends a request, as OpenCode's hooks tell it. */
 export interface Sender {
@@ -29,7 +29,7 @@ export interface Prepared {
   newlyLate: string[]
 }
 
-/** Edit `body` in place. `release` lets everything held go now, as if the cache were cold. */
+/** Edit `body` in place. `release` lets everything held go now: asked for, or the prefix is broken anyway. */
 export function prepare(
   state: SessionState,
   sender: Sender,
@@ -39,14 +39,15 @@ export function prepare(
   nowMs: number,
   release = false,
 ): Prepared {
-  const model = `${sender.providerID}/${sender.modelID}`
+  const model = modelOf(sender)
   const lane = `${sender.agent}@${model}`
   const offeredTools = toolsOf(body)
   const head = headOf(api, body)
   const anew = beginsAnew(state.heads[model], head)
   state.heads[model] = [head[0], head[1] ?? (anew ? null : (state.heads[model]?.[1] ?? null))]
-  const hold = !release && !anew && holds(state.heard, nowMs, options.assumeWarmS)
-  const cold = release || anew || warmth(state.heard, nowMs) === "cold"
+  const heard = state.heard[model]
+  const hold = !release && !anew && holds(heard, nowMs, options.assumeWarmS)
+  const cold = release || anew || isGone(heard, nowMs)
   if (options.environment !== "off") keepEnvironment(state, model, api, body, options.environment, cold)
   const known = state.lanes[lane]
   const newlyLate = options.tools === "hold" ? keepTools(state, known, hold, api, body, offeredTools) : []
@@ -59,6 +60,11 @@ export function prepare(
     promptTokens: known?.promptTokens ?? null,
   }
   return { lane, reason, place: at, newlyLate }
+}
+
+/** A model by the name under which a session keeps what belongs to it alone. */
+export function modelOf(sender: Pick<Sender, "providerID" | "modelID">): string {
+  return `${sender.providerID}/${sender.modelID}`
 }
 
 function headOf(api: Api, body: JsonObject): Head {

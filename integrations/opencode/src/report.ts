@@ -70,7 +70,7 @@ export function summarise(family: SessionState[], nowMs: number): Summary | unde
     })),
     held: head.held,
     backend: head.backend,
-    cache: warmth(head.heard, nowMs),
+    cache: warmth(head.heard[head.model], nowMs),
   }
 }
 
@@ -96,8 +96,8 @@ export function render(summary: Summary): string {
     ...summary.breaks.slice(-5).map((entry) => `  ${entry.at.slice(0, 19)}Z  ${number(entry.lost_tokens)} tokens: ${WHY[entry.reason]}${entry.place ? ` (${entry.place})` : ""}`),
   ]
   if (summary.cache !== "unknown") lines.push(`prefix     ${summary.cache}${summary.backend ? ` on ${summary.backend}` : ""}`)
-  if (summary.held.late.length) lines.push(`held back  ${summary.held.late.join(", ")} until the cache is cold; "/homeport take" takes them now`)
-  if (summary.held.gone.length) lines.push(`kept       ${summary.held.gone.join(", ")} though gone, until the cache is cold`)
+  if (summary.held.late.length) lines.push(`held back  ${summary.held.late.join(", ")} until a moment when it costs nothing; "/homeport take" takes them now`)
+  if (summary.held.gone.length) lines.push(`kept       ${summary.held.gone.join(", ")} though gone, until a moment when it costs nothing`)
   return lines.join("\n")
 }
 

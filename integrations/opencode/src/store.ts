@@ -29,14 +29,15 @@ export interface Lane {
 }
 
 export interface SessionState {
-  version: 1
+  version: 2
   session: string
   parent: string | null
   root: string
   agent: string
   model: string
   updatedAt: string
-  heard: Heard | null
+  /** The last answer by model: each has a cache of its own. */
+  heard: Record<string, Heard>
   backend: string | null
   /** The model's context length, as OpenCode knows it. */
   contextTokens: number | null
@@ -117,7 +118,7 @@ export class Store {
     if (!ID.test(session)) return undefined
     try {
       const state = JSON.parse(readFileSync(this.#path(session), "utf8")) as SessionState
-      return state.version === 1 && state.session === session ? state : undefined
+      return state.version === 2 && state.session === session ? state : undefined
     } catch {
       return undefined // absent or damaged: begin anew rather than fail the request
     }
@@ -130,14 +131,14 @@ export class Store {
 
 function fresh(session: string, nowMs: number): SessionState {
   return {
-    version: 1,
+    version: 2,
     session,
     parent: null,
     root: session,
     agent: "",
     model: "",
     updatedAt: new Date(nowMs).toISOString(),
-    heard: null,
+    heard: {},
     backend: null,
     contextTokens: null,
     prunedUntilMs: nowMs,

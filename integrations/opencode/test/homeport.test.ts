@@ -12,7 +12,7 @@ import { ownHeader, wantsCacheKey } from "../src/providers.js"
 import { render, summarise } from "../src/report.js"
 import { Store } from "../src/store.js"
 import { VERSION } from "../src/version.js"
-import { hear, holds, warmth } from "../src/warmth.js"
+import { hear, holds, isGone, warmth } from "../src/warmth.js"
 import { TICKET, watch, watchUsage } from "../src/wire.js"
 
 const folder = (): string => mkdtempSync(join(tmpdir(), "homeport-"))
@@ -40,9 +40,9 @@ function rig(given: Record<string, unknown> = {}) {
 const reply = (headers: Record<string, string> = {}, cached: number | null = 0): Response =>
   new Response(cached === null ? "data: {}\n\n" : `data: {"usage":{"cached_tokens": ${cached}}}\n\n`, { headers })
 
-async function turn(at: ReturnType<typeof rig>, session: string, content: string, read: number, input: number, headers: Record<string, string> = {}, agent = "build") {
+async function turn(at: ReturnType<typeof rig>, session: string, content: string, read: number, input: number, headers: Record<string, string> = {}, agent = "build", tools = ["bash"]) {
   const { ticket, headers: own } = await at.homeport.announce(from(session, agent))
-  const body = JSON.stringify({ model: "m", stream: true, messages: [{ role: "user", content }], tools: [{ type: "function", function: { name: "bash" } }] })
+  const body = JSON.stringify({ model: "m", stream: true, messages: [{ role: "user", content }], tools: tools.map((name) => ({ type: "function", function: { name } })) })
   let sent = ""
   const response = await at.homeport.carry(ticket, "http://h/v1/chat/completions", { body, headers: new Headers(own) }, async (_, init) => {
     sent = String(init.body)
@@ -149,28 +149,42 @@ test("what cannot be read goes out unchanged", async () => {
   }
 })
 
+const MODEL = "lab/m"
+
 test("prunes are held while warm and go through together when cold", () => {
   const at = rig()
   const state = at.store.open("ses_a", at.clock.ms)
-  state.heard = hear("warm; keep=60", at.clock.ms)
+  state.heard[MODEL] = hear("warm; keep=60", undefined, at.clock.ms)
   const pruned = at.clock.ms + 1_000
+  const isHeld = (): boolean => pruned > at.homeport.prunedUntilMs("ses_a", MODEL, [pruned])
   at.clock.ms += 2_000
-  assert.equal(at.homeport.keepsPruned("ses_a")(pruned), true)
+  assert.equal(isHeld(), true)
   at.clock.ms += 60_000
-  assert.equal(at.homeport.keepsPruned("ses_a")(pruned), false)
-  state.heard = hear("warm; keep=60", at.clock.ms)
-  assert.equal(at.homeport.keepsPruned("ses_a")(pruned), false, "what went through once stays through")
+  assert.equal(isHeld(), false)
+  state.heard[MODEL] = hear("warm; keep=60", undefined, at.clock.ms)
+  assert.equal(isHeld(), false, "what went through once stays through")
 })
 
-test("prunes go through when the context is nearly full", () => {
+test("another model has nothing of this session: prunes go through with its first request", () => {
   const at = rig()
   const state = at.store.open("ses_a", at.clock.ms)
-  state.heard = hear("warm; keep=60", at.clock.ms)
-  state.contextTokens = 10_000
-  state.lanes["l"] = { tools: [], system: [], outline: { model: "", system: "", tools: [], messages: [] }, promptTokens: 9_000 }
-  at.clock.ms += 1_000
-  assert.equal(at.homeport.keepsPruned("ses_a")(at.clock.ms - 1), false)
+  state.heard[MODEL] = hear("warm; keep=60", undefined, at.clock.ms)
+  at.clock.ms += 2_000
+  assert.equal(at.homeport.prunedUntilMs("ses_a", "lab/other", [at.clock.ms - 1_000]), at.clock.ms)
 })
+
+for (const why of ["full", "off"] as const)
+  test(`prunes that go through a warm cache (${why}) take everything held with them`, async () => {
+    const at = rig(why === "off" ? { prune: "off" } : {})
+    await turn(at, "ses_a", "one", 0, 90_000, { "x-homeport-cache": "warm; keep=600" }, "build", ["bash"])
+    const held = await turn(at, "ses_a", "one", 90_000, 0, { "x-homeport-cache": "warm; keep=600" }, "build", ["bash", "late"])
+    assert.doesNotMatch(held.sent, /late/)
+    at.clock.ms += 1_000
+    assert.equal(at.homeport.prunedUntilMs("ses_a", MODEL, []) < at.clock.ms, true, "nothing pruned, nothing broken")
+    assert.equal(at.homeport.prunedUntilMs("ses_a", MODEL, [at.clock.ms - 1]), at.clock.ms)
+    const taken = await turn(at, "ses_a", "one", 0, 90_000, { "x-homeport-cache": "warm; keep=600" }, "build", ["bash", "late"])
+    assert.match(taken.sent, /late/)
+  })
 
 test("a step that is told twice counts once and is no blind spot", async () => {
   const at = rig()
@@ -198,20 +212,38 @@ test("the report sums a session with its sub-agents", async () => {
   assert.match(render(summary!), /1,500 of 4,000 prompt tokens \(37\.5 %\)/)
 })
 
-test("warmth is what was said, for as long as it was said", () => {
-  for (const [header, laterMs, expected] of [
-    ["warm; keep=240s", 239_999, "warm"],
-    ["warm; keep=240", 240_000, "cold"],
-    ["Warm;keep=1.5s", 1_000, "warm"],
-    ["cold", 0, "cold"],
-    ["warm", 0, "unknown"],
-    ["tepid; keep=5", 0, "unknown"],
-    [null, 0, "unknown"],
+test("a prefix is warm after any answer, for as long as was last said", () => {
+  const before = { atMs: 0, keepS: 90 }
+  for (const [header, known, laterMs, expected] of [
+    ["warm; keep=240s", undefined, 239_999, "warm"],
+    ["warm; keep=240", undefined, 240_000, "cold"],
+    ["Warm;keep=1.5s", undefined, 1_000, "warm"],
+    ["warm", undefined, 0, "unknown"],
+    ["warm", before, 89_999, "warm"],
+    ["cold", undefined, 239_999, "warm"],
+    ["cold", undefined, 240_000, "cold"],
+    ["cold", before, 89_999, "warm"],
+    ["cold", before, 90_000, "cold"],
+    ["tepid; keep=5", before, 0, "unknown"],
+    [null, before, 0, "unknown"],
   ] as const)
-    assert.equal(warmth(hear(header, 0), laterMs), expected, String(header))
-  assert.equal(holds(null, 0, 3_600), false)
-  assert.equal(holds(hear(null, 0), 3_599_999, 3_600), true)
-  assert.equal(holds(hear(null, 0), 3_600_000, 3_600), false)
+    assert.equal(warmth(hear(header, known, 0), laterMs), expected, String(header))
+  assert.equal(holds(undefined, 0, 3_600), false)
+  assert.equal(holds(hear(null, undefined, 0), 3_599_999, 3_600), true)
+  assert.equal(holds(hear(null, undefined, 0), 3_600_000, 3_600), false)
+  assert.equal(isGone(undefined, 0), true)
+  assert.equal(isGone(hear(null, undefined, 0), 1e12), false, "nobody said that it is gone")
+})
+
+test("what is kept is kept from the end of the answer on", async () => {
+  const at = rig()
+  const { ticket, headers } = await at.homeport.announce(from("ses_a"))
+  const body = JSON.stringify({ messages: [{ role: "user", content: "x" }] })
+  const response = await at.homeport.carry(ticket, "http://h/v1/chat/completions", { body, headers: new Headers(headers) }, async () => reply({ "x-homeport-cache": "warm; keep=60" }))
+  at.clock.ms += 300_000
+  await response.text()
+  at.homeport.finished("ses_a", "prt_long", { input: 9, output: 1, cache: { read: 0, write: 0 } }, 0)
+  assert.equal(warmth(at.store.open("ses_a", 0).heard[MODEL], at.clock.ms + 59_000), "warm")
 })
 
 test("cache keys where a provider wants them; the root's key for sub-agents", async () => {

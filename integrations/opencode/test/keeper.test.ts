@@ -1,6 +1,6 @@
 import assert from "node:assert/strict"
 import { test } from "node:test"
-import { prepare, type Sender } from "../src/keeper.js"
+import { modelOf, prepare, type Sender } from "../src/keeper.js"
 import { readOptions } from "../src/options.js"
 import { systemOf, textOf, toolName, toolsOf, userTurnsOf, type Api, type JsonObject } from "../src/prompt.js"
 import { Store, type SessionState } from "../src/store.js"
@@ -12,6 +12,7 @@ import { join } from "node:path"
 
 const { options } = readOptions(undefined)
 const sender: Sender = { session: "ses_1", parent: null, root: "ses_1", agent: "build", providerID: "lab", modelID: "m", kind: "main" }
+const MODEL = modelOf(sender)
 const START_MS = Date.UTC(2026, 0, 1)
 
 function state(): SessionState {
@@ -61,7 +62,7 @@ const whole = (api: Api, sent: JsonObject): string =>
 function send(at: SessionState, api: Api, shape: Shape, nowMs = START_MS, cache: string | null = "warm; keep=240"): JsonObject {
   const sent = body(api, shape)
   prepare(at, sender, api, sent, options, nowMs)
-  at.heard = hear(cache, nowMs)
+  at.heard[MODEL] = hear(cache, at.heard[MODEL], nowMs)
   return sent
 }
 
@@ -158,11 +159,39 @@ test("at the end of the system prompt, where asked", () => {
 test("a compaction is known as one without an environment block too", () => {
   const at = state()
   const off = { ...options, environment: "off" as const }
-  at.heard = hear("warm; keep=3600", START_MS)
+  at.heard[MODEL] = hear("warm; keep=3600", undefined, START_MS)
   prepare(at, sender, "chat", body("chat", { turns: ["do it", "done", "more"] }), off, START_MS)
   const sent = body("chat", { turns: ["What did we do so far?", "a summary"], tools: ["bash"] })
   prepare(at, sender, "chat", sent, off, START_MS)
   assert.deepEqual(toolsOf(sent).map(toolName), ["bash"])
+})
+
+test("what an answer found cold is warm from then on: nothing held goes with the next request", () => {
+  const at = state()
+  const before = send(at, "chat", {}, START_MS, "cold")
+  const next = send(at, "chat", { tools: ["bash", "read", "new"], date: "Fri Jan 02 2026", turns: ["do it", "done", "more"] }, START_MS + 200_000, "cold")
+  assert.equal(stable("chat", next), stable("chat", before))
+  const later = send(at, "chat", { tools: ["bash", "read", "new"] }, START_MS + 500_000, "cold")
+  assert.deepEqual(toolsOf(later).map(toolName), ["bash", "read", "new"])
+})
+
+test("a request that was never answered binds nothing", () => {
+  const at = state()
+  prepare(at, sender, "chat", body("chat", {}), options, START_MS)
+  const sent = body("chat", { tools: ["bash"], date: "Fri Jan 02 2026" })
+  prepare(at, sender, "chat", sent, options, START_MS + 1_000)
+  assert.deepEqual(toolsOf(sent).map(toolName), ["bash"])
+  assert.match(textOf(userTurnsOf("chat", sent)[0] as JsonObject), /Fri Jan 02/)
+})
+
+test("another model begins with what there is; the model before still holds what it was sent", () => {
+  const at = state()
+  const before = send(at, "chat", {})
+  const other = body("chat", { tools: ["bash", "new"], date: "Fri Jan 02 2026" })
+  prepare(at, { ...sender, modelID: "n" }, "chat", other, options, START_MS + 1_000)
+  assert.deepEqual(toolsOf(other).map(toolName), ["bash", "new"])
+  assert.match(textOf(userTurnsOf("chat", other)[0] as JsonObject), /Fri Jan 02/)
+  assert.equal(stable("chat", send(at, "chat", { tools: ["bash", "new"] }, START_MS + 2_000)), stable("chat", before))
 })
 
 test("an agent of the same session with other tools has a list of its own", () => {
