@@ -244,7 +244,8 @@ def responses(body: Mapping[str, JsonValue]) -> Conversation:
 def _append_item(found: list[Message], item: Mapping[str, JsonValue]) -> None:
     kind = item.get("type", "message")
     if kind == "function_call":
-        call = ToolCall(str(item.get("name", "")), _arguments(item.get("arguments")))
+        name = flat_name(str(item.get("namespace") or ""), str(item.get("name", "")))
+        call = ToolCall(name, _arguments(item.get("arguments")))
         _extend_assistant(found, Message("assistant", tool_calls=(call,)))
     elif kind == "function_call_output":
         text, others = _parts(item.get("output"))
@@ -271,13 +272,34 @@ def _extend_assistant(found: list[Message], more: Message) -> None:
     found.append(more)
 
 
+def flat_name(namespace: str, name: str) -> str:
+    """A namespaced function as the model reads and calls it; vLLM joins the two names with two underscores."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def namespaced(body: Mapping[str, JsonValue]) -> dict[str, tuple[str, str]]:
+    """The namespaced functions of a Responses body: flat name to (namespace, name)."""
+    return {flat_name(space, name): (space, name) for space, name, _ in _responses_functions(body) if space}
+
+
+def _responses_functions(body: Mapping[str, JsonValue]) -> Iterator[tuple[str, str, Mapping[str, JsonValue]]]:
+    """(namespace or "", name, function) of every function offered; vLLM renders no other kind of tool."""
+    for tool in _objects(body.get("tools")):
+        space = str(tool.get("name", "")) if tool.get("type") == "namespace" else ""
+        for function in _objects(tool.get("tools")) if space else [tool]:
+            name = function.get("name")
+            if function.get("type") == "function" and isinstance(name, str):
+                yield space, name, function
+
+
+def _objects(listed: JsonValue) -> list[dict[str, JsonValue]]:
+    return [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+
+
 def _responses_tools(body: Mapping[str, JsonValue]) -> tuple[Tool, ...]:
-    tools = body.get("tools")
     found = []
-    for tool in tools if isinstance(tools, list) else []:
-        if isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("name"), str):
-            function: JsonValue = {key: value for key, value in tool.items() if key != "type"}
-            found.append(
-                Tool(str(tool["name"]), tool.get("parameters", {}), {"type": "function", "function": function})
-            )
+    for space, name, function in _responses_functions(body):
+        flat = flat_name(space, name)
+        rest = {key: value for key, value in function.items() if key != "type"} | {"name": flat}
+        found.append(Tool(flat, function.get("parameters", {}), {"type": "function", "function": rest}))
     return tuple(found)

@@ -15,7 +15,7 @@ from homeport_engines.emulator.answers import Delta
 from homeport_engines.emulator.api.jobs import Body, Desk, integer, load_header, make_job, request_id
 from homeport_engines.emulator.engine import Generation, Job
 from homeport_engines.emulator.http import ApiError, Stream
-from homeport_engines.emulator.prompt import responses
+from homeport_engines.emulator.prompt import namespaced, responses
 
 Item = dict[str, JsonValue]
 _STORED = 1_000
@@ -106,6 +106,10 @@ class _Output:
     job: Job
     items: list[Item] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
+    namespaced: Mapping[str, tuple[str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.namespaced = namespaced(self.body)
 
     def add(self, deltas: tuple[Delta, ...]) -> None:
         """Take what became visible, without events."""
@@ -131,8 +135,9 @@ class _Output:
         ident = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.job.request_id}/{len(self.items)}").hex
         if kind == "function_call":
             call_id = f"call_{ident[:24]}"
-            base: Item = {"id": f"fc_{ident[:24]}", "call_id": call_id, "name": delta.text, "arguments": ""}
-            return {**base, "type": kind, "status": "in_progress"}
+            space, name = self.namespaced.get(delta.text, ("", delta.text))
+            base: Item = {"id": f"fc_{ident[:24]}", "call_id": call_id, "name": name, "arguments": ""}
+            return {**base, "type": kind, "status": "in_progress", **({"namespace": space} if space else {})}
         part = "reasoning_text" if kind == "reasoning" else "output_text"
         content: Item = {"type": part, "text": ""}
         if kind == "reasoning":
