@@ -89,18 +89,7 @@ def _general(target: Target, environment: Mapping[str, str]) -> dict[str, str]:
 
 def _opencode(command: tuple[str, ...], target: Target, environment: Mapping[str, str], _: Path) -> Overlay:
     """Inline configuration: OpenCode lays it over every file of the user's, and joins the plugin lists."""
-    config = _json_object(environment.get("OPENCODE_CONFIG_CONTENT"))
-    models = {model.name: {"name": model.name, **_limit(model.context_tokens)} for model in target.models}
-    config.setdefault("$schema", "https://opencode.ai/config.json")
-    providers = _json_object(config.get("provider"))
-    providers["homeport"] = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "Homeport",
-        "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key or KEY},
-        "models": models,
-    }
-    config["provider"] = providers
-    config["model"] = config["small_model"] = f"homeport/{target.model}"
+    config = _opencode_config(environment.get("OPENCODE_CONFIG_CONTENT"), target)
     plugin = plugin_path(environment)
     listed = config.get("plugin")
     plugins: list[object] = listed if isinstance(listed, list) else []
@@ -115,6 +104,30 @@ def _opencode(command: tuple[str, ...], target: Target, environment: Mapping[str
         notes=() if plugin else (_NO_PLUGIN,),
         sign=data / "loaded.json" if plugin else None,
     )
+
+
+def _kilo(command: tuple[str, ...], target: Target, environment: Mapping[str, str], _: Path) -> Overlay:
+    """Built on OpenCode: the same inline configuration under its own name, without the plugin, which is not made for
+    it. It sends OpenCode's session headers by itself."""
+    config = _opencode_config(environment.get("KILO_CONFIG_CONTENT"), target)
+    return Overlay("kilo", command, {"KILO_CONFIG_CONTENT": json.dumps(config)})
+
+
+def _opencode_config(given: str | None, target: Target) -> dict[str, object]:
+    """What the user gave inline, with the proxy as a provider and its model as the one to use."""
+    config = _json_object(given)
+    models = {model.name: {"name": model.name, **_limit(model.context_tokens)} for model in target.models}
+    config.setdefault("$schema", "https://opencode.ai/config.json")
+    providers = _json_object(config.get("provider"))
+    providers["homeport"] = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Homeport",
+        "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key or KEY},
+        "models": models,
+    }
+    config["provider"] = providers
+    config["model"] = config["small_model"] = f"homeport/{target.model}"
+    return config
 
 
 def plugin_path(environment: Mapping[str, str]) -> str | None:
@@ -225,6 +238,7 @@ def _json_object(value: object) -> dict[str, object]:
 
 _HARNESSES: dict[str, Callable[[tuple[str, ...], Target, Mapping[str, str], Path], Overlay]] = {
     "opencode": _opencode,
+    "kilo": _kilo,
     "codex": _codex,
     "claude": _claude,
     "qwen": _qwen,

@@ -72,6 +72,15 @@ def test_a_plugin_the_user_configured_is_not_added_twice(tmp_path: Path, listed:
     assert config["plugin"] == listed
 
 
+def test_kilo_gets_the_same_provider_under_its_own_name_and_no_plugin(tmp_path: Path) -> None:
+    plan = overlay(["kilo", "run", "--auto", "hi"], TARGET, {"KILO_CONFIG_CONTENT": '{"permission": "allow"}'}, tmp_path)
+    config = json.loads(plan.environment["KILO_CONFIG_CONTENT"])
+    assert config["permission"] == "allow"
+    assert config["provider"]["homeport"]["options"]["baseURL"] == "http://127.0.0.1:8080/v1"
+    assert config["model"] == "homeport/tiny"
+    assert "plugin" not in config
+
+
 def test_pi_gets_a_linked_copy_with_a_provider_that_names_sessions(tmp_path: Path) -> None:
     home = tmp_path / "home" / ".pi" / "agent"
     home.mkdir(parents=True)
