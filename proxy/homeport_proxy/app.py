@@ -86,7 +86,8 @@ class Proxy:
             return self._models(request)
         if path.startswith("/v1/") or path in BY_PATH:
             return await self.pipeline.handle(request)
-        if path.startswith(("/homeport", "/health/", "/metrics")):
+        # these are found by the target as it stands: a spelling that only leads there is no page of ours
+        if path.startswith(("/homeport", "/health/", "/metrics")) and request.raw_path.startswith(path):
             return await self._operations(request)
         return self._answer(request, _unknown_path())
 

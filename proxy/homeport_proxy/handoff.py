@@ -3,8 +3,9 @@
 Rules. A refused or reset connection, 429, 502 and 503 are tried on one other backend until the client got its first
 byte; a connection that never took the request costs nothing and does not count. A read timeout is never tried again:
 the engine may still be generating. A prefill leg that fails makes the decode engine prefill by itself; its 4xx is the
-answer. Hand-off parameters are used once and only within their lease; every retry that reached an engine prefills
-afresh. A prefill that was handed out is always followed by its decode request, even if only to be aborted: otherwise
+answer. Hand-off parameters are used once and only within their lease: a retry after 429 or 503, with which an engine
+turns a request away before it looks at it, takes them along; any other that reached an engine prefills afresh. A
+prefill that was handed out is always followed by its decode request, even if only to be aborted: otherwise
 its KV stays pinned on the prefill engine.
 """
 
@@ -37,6 +38,8 @@ from homeport_proxy.splice import NotAnObjectError, document_of
 from homeport_proxy.upstream import Collector, Connection, Head, RawHeaders, Receiver, UpstreamError
 
 REFUSALS = frozenset({429, 502, 503})
+TURNED_AWAY = frozenset({429, 503})
+"""Refusals after which hand-off parameters are still unused; behind a 502 some engine may have read the blocks."""
 LINGER_S = 0.5
 """How long an abandoned decode request is given to reach its engine before it is aborted there."""
 
@@ -274,8 +277,9 @@ class Attempt:
                 if self.relay is not None:
                     self.relay.release()
             result = await serve
-            if result is None:
-                self._exchange.kv_transfer = "ok"
+            if result is None and (own := asyncio.current_task()) is not None:
+                own.uncancel()  # a client that hung up on its whole answer: the leg has taken that up already
+            self._note_transfer(result)
             return result
         finally:
             for task in (prefill, serve):
@@ -309,15 +313,23 @@ class Attempt:
 
     async def _serve(self, engine: Engine) -> Refused | UpstreamError | None:
         held = self.held
-        if held is not None and not (held.usable(self._loop.time()) and engine.transfer is held.transfer):
+        if held is not None and engine.transfer is not held.transfer:
+            _free(self._desk, self._exchange, self._job, held)
+            held = self.held = None
+        elif held is not None and not held.usable(self._loop.time()):
             held = self.held = None
         if held is None:
             return await self._serve_leg(engine, Leg(BodyEdits()), None)
         leg = held.transfer.decode_leg(self._text_api, held.pair, held.params)
         result = await self._serve_leg(engine, leg, [held.params])
-        if result is None:
-            self._exchange.kv_transfer = "ok"
+        self._note_transfer(result)
+        if isinstance(result, Refused) and result.head.status in TURNED_AWAY:
+            self.held = held
         return result
+
+    def _note_transfer(self, result: Refused | UpstreamError | None) -> None:
+        if result is None:
+            self._exchange.kv_transfer = "failed" if self._exchange.error else "ok"
 
     async def _serve_leg(
         self, engine: Engine, leg: Leg, handed: list[HandoffParams | None] | None
@@ -339,10 +351,10 @@ class Attempt:
                 result = await relay.finished()
             finally:
                 patience.stop()
+                if not isinstance(relay.result, Refused):
+                    self._exchange.usage = relay.usage
             self._open.pop(connection, None)
             self._decoding = None
-            if not isinstance(result, Refused):
-                self._exchange.usage = relay.usage
             if isinstance(result, UpstreamError):
                 if _stale(connection, result) and not fresh:
                     self._tell(record, "serve", Result.NEUTRAL)
@@ -473,8 +485,7 @@ async def answer(desk: Desk, exchange: Exchange, job: Job, downstream: Downstrea
             fault = None if isinstance(result, Refused) else result
         if spent and (not second_chance or not _may_be_tried_again(result)):
             break
-        if spent:
-            second_chance, held = False, None
+        second_chance = second_chance and not spent
         try:
             again = await desk.placer.again(ticket, frozenset(tried))
         except asyncio.CancelledError:
@@ -484,6 +495,8 @@ async def answer(desk: Desk, exchange: Exchange, job: Job, downstream: Downstrea
         if again is None:
             break
         exchange.retries += 1
+    if held is not None:
+        _free(desk, exchange, job, held)
     _give_up(exchange, downstream, refusal, fault)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from homeport_proxy.exchange import Exchange, State
+from homeport_proxy.exchange import Exchange
 from homeport_proxy.upstream import Head, RawHeaders
 
 HOP_BY_HOP = frozenset(
@@ -141,7 +141,7 @@ def server_timing(exchange: Exchange) -> str:
     if exchange.prefill_s is not None:
         parts.append(f"prefill;dur={exchange.prefill_s * 1e3:.1f}")
     serving = exchange.serving
-    if exchange.first_token_s is not None and serving is not None and serving.state >= State.FIRST_TOKEN:
+    if exchange.first_token_s is not None and serving is not None and serving.first_token_s is not None:
         parts.append(f"first-token;dur={(exchange.first_token_s - exchange.arrived_s) * 1e3:.1f}")
     return ", ".join(parts)
 

@@ -85,6 +85,7 @@ class Relay:
         self._inflate: zlib._Decompress | None = None
         self._last = b""
         self._last_s = 0.0
+        self._failed = False
         self._early: list[bytes] = []
         self._ended_early = False
         self.usage = TokenUsage()
@@ -95,6 +96,13 @@ class Relay:
     def token_seen(self) -> bool:
         """Whether generated output has come."""
         return self._leg.state >= State.FIRST_TOKEN
+
+    @property
+    def whole(self) -> bool:
+        """Whether the client has its whole answer, though the engine may not have closed it yet."""
+        if self.done:
+            return self.result is None
+        return self._mode is Mode.STREAM and not self._failed and self._shows_end(self._last)
 
     @property
     def is_stream(self) -> bool:
@@ -203,16 +211,35 @@ class Relay:
     # the end
 
     async def finished(self) -> Refused | UpstreamError | None:
-        """Wait for the end; None when the client has a whole answer. Holds the engine while the client is slow."""
+        """Wait for the end; None when the client has a whole answer. Holds the engine while the client is slow.
+
+        A client that hangs up on the last frame of its answer (Codex does) has been served: that cancellation ends
+        here.
+        """
         while not self.done:
             self._wake = self._loop.create_future()
-            await self._wake
+            try:
+                await self._wake
+            except asyncio.CancelledError:
+                if not self.whole:
+                    raise
+                self._hung_up()
             if self._held and not self.done:
                 await self._down.drained()
                 self._held = False
                 if self._flow is not None:
                     self._flow.resume()
         return self.result
+
+    def _hung_up(self) -> None:
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()
+        if self.done:
+            return
+        if self._flow is not None:
+            self._flow.abort()
+        self._leg.state = State.DONE
+        self._settle(None)
 
     def _settle(self, result: Refused | UpstreamError | None) -> None:
         self.done = True
@@ -292,7 +319,9 @@ class Relay:
             return frame
         event, data = frame_parts(frame)
         try:
-            if not self.token_seen and data and self._plan.api.has_token(event, data):
+            if b'"error"' in data and self._plan.api.fails(event, data):
+                self._fail_inside()
+            elif not self.token_seen and not self._failed and data and self._plan.api.has_token(event, data):
                 self._first_token()
             fixed = self._fix(data)
         except (ValueError, TypeError, AttributeError, KeyError):
@@ -318,6 +347,12 @@ class Relay:
             fixed = _strip(fixed)
         return fixed
 
+    def _fail_inside(self) -> None:
+        """The engine reports in its stream that it failed: the client reads it as it stands, the books as a failure."""
+        self._failed = True
+        self._leg.error = "the engine reported an error in its stream"
+        self._exchange.error = "upstream_error"
+
     def _first_token(self) -> None:
         now_s = self._loop.time()
         self._leg.state = State.FIRST_TOKEN
@@ -327,10 +362,13 @@ class Relay:
     def _truncated(self) -> bool:
         """A stream that only its closed connection ended must show its own end; others say so by their framing."""
         head = self._head
-        if head is None or head.get(b"content-length") or head.get(b"transfer-encoding"):
+        if head is None or self._failed or head.get(b"content-length") or head.get(b"transfer-encoding"):
             return False
-        frames = Framer().feed(self._last + self._framer.flush() + b"\n\n")
-        return self._plan.api.generates and not any(self._plan.api.ends(*frame_parts(frame)) for frame, _ in frames)
+        return self._plan.api.generates and not self._shows_end(self._last + self._framer.flush() + b"\n\n")
+
+    def _shows_end(self, data: bytes) -> bool:
+        frames = Framer().feed(data)
+        return any(self._plan.api.ends(*frame_parts(frame)) for frame, _ in frames)
 
     # documents
 
@@ -350,6 +388,9 @@ class Relay:
         assert head is not None
         body = b"".join(self._parts)
         if head.status < 400:
+            if self._plan.api.generates:
+                # its first byte is its last: the earliest that anybody can see of its first token
+                self._leg.first_token_s = self._exchange.first_token_s = self._loop.time()
             try:
                 if self._plan.fix_usage:
                     body = self._plan.api.fix_usage(body, self._plan.cached())
@@ -401,7 +442,7 @@ def _strip(document: bytes) -> bytes:
 
 def _marked(data: bytes) -> bool:
     """Whether frames may hold something that must change: a quick look, written out because every chunk gets it."""
-    return b'"usage"' in data or b"_params" in data or b"bootstrap_" in data
+    return b'"usage"' in data or b"_params" in data or b"bootstrap_" in data or b'"error"' in data
 
 
 def _larger(known: int | None, found: int | None) -> int | None:

@@ -61,11 +61,13 @@ class Receiver(Protocol):
 
 
 class Flow(Protocol):
-    """Back-pressure towards an engine."""
+    """The engine's end of an answer: hold it back, let it go on, or hang up."""
 
     def pause(self) -> None: ...
 
     def resume(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,7 @@ async def test_usage_is_the_prefill_engines_on_every_api(streamed: bool) -> None
             [b'{"choices":[{"delta":{"content":"a"}}]}', b'{"choices":[{"delta":{"tool_calls":[{}]}}]}'],
         ),
         ("/v1/completions", [b'{"choices":[{"text":"a"}]}']),
-        ("/v1/responses", [b'{"type":"response.output_text.delta"}', b'{"type":"response.failed"}']),
+        ("/v1/responses", [b'{"type":"response.output_text.delta"}', b'{"type":"response.completed"}']),
         ("/v1/messages", [b'{"type":"content_block_delta"}', b'{"type":"message_delta"}']),
     ],
 )
@@ -241,6 +241,8 @@ SHAPES = [
     ("/v1/chat/completions/render", b"{}", 404, "invalid_request"),
     ("/nothing", b"{}", 404, "invalid_request"),
     ("/health/../nothing", b"{}", 404, "invalid_request"),
+    ("/v1/../metrics", b"", 404, "invalid_request"),
+    ("/v1/%2e%2e/homeport/v1/status", b"", 404, "invalid_request"),
 ]
 
 

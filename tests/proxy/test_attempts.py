@@ -277,9 +277,11 @@ async def test_the_prefill_engines_4xx_is_the_answer() -> None:
     await decode.stop()
 
 
-async def test_a_retry_prefills_afresh() -> None:
+@pytest.mark.parametrize("status", [429, 503, 502])
+async def test_a_retry_takes_unused_parameters_along_or_prefills_afresh(status: int) -> None:
+    """429 and 503 turn a request away unread; behind a 502 somebody may have read the blocks."""
     prefill = await ScriptedEngine(chat).start()
-    bad, good = await ScriptedEngine(answering(503)).start(), await ScriptedEngine(chat).start()
+    bad, good = await ScriptedEngine(answering(status)).start(), await ScriptedEngine(chat).start()
     config = pair(prefill, bad)
     nixl = {"role": "decode", "kv_transfer": "nixl"}
     config["regions"]["local"]["backends"].append({"name": "d1", "url": good.url, **nixl})
@@ -289,10 +291,26 @@ async def test_a_retry_prefills_afresh() -> None:
             code, headers, _ = await post(url, body)
             assert (code, headers["x-homeport-backend"]) == (200, "d1")
         await eventually(lambda: idle(proxy))
-    with_params = [seen for seen in [*bad.seen, *good.seen] if "kv_transfer_params" in seen.body]
-    assert len(prefill.seen) >= len(with_params), "parameters are used once"
+    asked, turned_away = len(good.seen), len(bad.seen)
+    assert turned_away, "the sessions begin at both"
+    assert all("kv_transfer_params" in seen.body for seen in good.seen)
+    assert len(prefill.seen) == (asked + turned_away if status == 502 else asked)
     for engine in (prefill, bad, good):
         await engine.stop()
+
+
+async def test_parameters_that_nobody_takes_are_given_back() -> None:
+    """All decode engines are busy: the one that refused is asked once more, so that the prefill engine may free."""
+    prefill, decode = await ScriptedEngine(chat).start(), await ScriptedEngine(answering(503)).start()
+    async with proxy_for(pair(prefill, decode)) as (url, proxy):
+        code, _, _ = await post(url, BODY | {"messages": [{"role": "user", "content": "word " * 600}]})
+        assert code == 503
+        await eventually(lambda: idle(proxy))
+        assert len(prefill.seen) == 1
+        assert [seen.body["kv_transfer_params"] for seen in decode.seen] == [NIXL, NIXL]
+        assert "-free-" in decode.seen[-1].headers["x-request-id"]
+    await prefill.stop()
+    await decode.stop()
 
 
 def test_parameters_are_not_used_after_their_lease() -> None:

@@ -406,3 +406,92 @@ async def test_many_open_streams_leave_nothing_behind() -> None:
         await eventually(lambda: idle(proxy))
         await eventually(lambda: len(asyncio.all_tasks()) <= tasks + 3)
     await engine.stop()
+
+
+ENDS = {
+    "/v1/chat/completions": b"data: [DONE]\n\n",
+    "/v1/messages": b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+    "/v1/responses": b'event: response.completed\ndata: {"type":"response.completed","response":{"id":"r"}}\n\n',
+}
+COUNTED = {
+    "/v1/chat/completions": chunk(choices=[], usage=USAGE),
+    "/v1/messages": b'event: message_delta\ndata: {"usage":{"input_tokens":100,"output_tokens":3}}\n\n',
+    "/v1/responses": b'event: x.delta\ndata: {"response":{"usage":{"input_tokens":100,"output_tokens":3}}}\n\n',
+}
+
+
+@pytest.mark.parametrize("path", list(ENDS))
+@pytest.mark.parametrize("whole", [True, False])
+async def test_a_client_that_hangs_up_on_the_last_frame_has_been_served(path: str, whole: bool) -> None:
+    """Codex closes its connection on ``response.completed``, before the engine has closed the stream."""
+    last = ENDS[path] if whole else b": nothing\n\n"
+
+    async def stays_open(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(COUNTED[path])
+        await response.write(last)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    engine = await ScriptedEngine(stays_open).start()
+    body = STREAM | {"max_tokens": 5, "input": "hello", "stream_options": {"include_usage": True}}
+    async with proxy_for(backends(engine)) as (url, proxy), aiohttp.ClientSession() as client:
+        async with client.post(url + path, json=body) as answer:
+            await answer.content.readuntil(last.strip())
+            answer.close()
+        await eventually(lambda: idle(proxy) and engine.open == 0)
+        request_id = answer.headers["x-homeport-request-id"]
+        await eventually(lambda: proxy.control.account.requests.get(request_id) is not None)
+        summary = proxy.control.account.requests.get(request_id)
+        assert summary is not None
+        assert summary["error"] == (None if whole else "client_closed")
+        assert summary["tokens"]["prompt"] == 100  # type: ignore[index,call-overload]
+        assert summary["tokens"]["output"] == 3  # type: ignore[index,call-overload]
+    await engine.stop()
+
+
+FAILURES = {
+    "/v1/chat/completions": b'data: {"error": {"message": "no KV", "code": 500}}\n\ndata: [DONE]\n\n',
+    "/v1/messages": b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"no KV"}}\n\n',
+    "/v1/responses": b'event: response.failed\ndata: {"type":"response.failed","response":{"error":{"code":"x"}}}\n\n',
+}
+
+
+@pytest.mark.parametrize("path", list(FAILURES))
+@pytest.mark.parametrize("begun", [True, False])
+async def test_an_engines_own_error_frame_is_a_failure(path: str, begun: bool) -> None:
+    """It passes as it stands, is no first token, and the request is booked as failed."""
+    token = {
+        "/v1/chat/completions": chunk("a"),
+        "/v1/messages": b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n',
+        "/v1/responses": b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta"}\n\n',
+    }
+    frames = [token[path], FAILURES[path]] if begun else [FAILURES[path]]
+
+    async def failing(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return await stream(request, frames)
+
+    engine = await ScriptedEngine(failing).start()
+    body = STREAM | {"max_tokens": 5, "input": "hello"}
+    async with proxy_for(backends(engine)) as (url, proxy), aiohttp.ClientSession() as client:
+        async with client.post(url + path, json=body) as answer:
+            assert await answer.read() == b"".join(frames)
+        summary = proxy.control.account.requests.get(answer.headers["x-homeport-request-id"])
+        assert summary is not None
+        assert summary["error"] == "upstream_error"
+        assert (summary["ms"]["first_token"] is not None) is begun  # type: ignore[index,call-overload]
+        assert idle(proxy)
+    await engine.stop()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_every_answer_has_a_time_to_its_first_token(streamed: bool) -> None:
+    """Unstreamed, that is its end: its first byte is its last."""
+    engine = await ScriptedEngine(chat).start()
+    async with proxy_for(backends(engine)) as (url, proxy), aiohttp.ClientSession() as client:
+        async with client.post(url + PATH, json=BODY | {"stream": streamed}) as answer:
+            await answer.read()
+        assert sum(proxy.control.metrics.ttft.counts) == 1
+        assert "first-token" in answer.headers["server-timing"] or streamed
+    await engine.stop()

@@ -41,14 +41,16 @@ def holds_internal(body: bytes) -> bool:
 @dataclass(frozen=True, slots=True)
 class ClientApi:
     """One API. ``has_token(event, data)`` says whether an SSE frame carries generated output (the stream's end
-    counts); ``ends(event, data)`` whether it is the frame that ends the stream; ``fix_usage(data, cached)`` puts the
-    true cached tokens into a JSON document or frame that carries usage (None: not known, so none is claimed), and
-    ``read_usage(data)`` takes the counts out of one."""
+    counts); ``ends(event, data)`` whether it is the frame that ends the stream; ``fails(event, data)`` whether it is
+    the engine's own report of a failure; ``fix_usage(data, cached)`` puts the true cached tokens into a JSON document
+    or frame that carries usage (None: not known, so none is claimed), and ``read_usage(data)`` takes the counts out
+    of one."""
 
     name: ApiName
     generates: bool
     has_token: Callable[[bytes, bytes], bool]
     ends: Callable[[bytes, bytes], bool]
+    fails: Callable[[bytes, bytes], bool]
     fix_usage: Callable[[bytes, int | None], bytes]
     read_usage: Callable[[bytes], TokenUsage | None]
     usage_in_stream_options: bool = False

@@ -24,6 +24,12 @@ def ends(event: bytes, data: bytes) -> bool:
     return data == b"[DONE]"
 
 
+def fails(event: bytes, data: bytes) -> bool:
+    """An error object in place of choices: the status line, 200, was out before the engine failed."""
+    fields = parse(data)
+    return bool(fields.get("error")) and not fields.get("choices")
+
+
 def fix_usage(data: bytes, cached: int | None) -> bytes:
     """True cached tokens in ``usage.prompt_tokens_details``."""
     return fix_inclusive(data, cached, ("usage",))
@@ -35,4 +41,4 @@ def read_usage(data: bytes) -> TokenUsage | None:
     return inclusive_usage(usage, "prompt_tokens", "completion_tokens", "prompt_tokens_details") if usage else None
 
 
-CHAT = ClientApi("chat", True, has_token, ends, fix_usage, read_usage, usage_in_stream_options=True)
+CHAT = ClientApi("chat", True, has_token, ends, fails, fix_usage, read_usage, usage_in_stream_options=True)

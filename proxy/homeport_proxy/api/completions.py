@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from homeport_proxy.api.base import ClientApi, parse
-from homeport_proxy.api.chat import ends, fix_usage, read_usage
+from homeport_proxy.api.chat import ends, fails, fix_usage, read_usage
 
 
 def has_token(event: bytes, data: bytes) -> bool:
@@ -13,4 +13,6 @@ def has_token(event: bytes, data: bytes) -> bool:
     return any(choice.get("text") or choice.get("finish_reason") for choice in parse(data).get("choices") or ())
 
 
-COMPLETIONS = ClientApi("completions", True, has_token, ends, fix_usage, read_usage, usage_in_stream_options=True)
+COMPLETIONS = ClientApi(
+    "completions", True, has_token, ends, fails, fix_usage, read_usage, usage_in_stream_options=True
+)

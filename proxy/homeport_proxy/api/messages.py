@@ -12,12 +12,17 @@ def _kind(event: bytes, data: bytes) -> str:
 
 def has_token(event: bytes, data: bytes) -> bool:
     """A content delta, or what comes after the last; ``message_start`` and ``ping`` are no tokens."""
-    return _kind(event, data) in ("content_block_delta", "message_delta", "message_stop", "error")
+    return _kind(event, data) in ("content_block_delta", "message_delta", "message_stop")
 
 
 def ends(event: bytes, data: bytes) -> bool:
     """``message_stop``, or the engine's own error."""
     return _kind(event, data) in ("message_stop", "error")
+
+
+def fails(event: bytes, data: bytes) -> bool:
+    """The API's own error event."""
+    return _kind(event, data) == "error"
 
 
 def fix_usage(data: bytes, cached: int | None) -> bytes:
@@ -32,4 +37,4 @@ def read_usage(data: bytes) -> TokenUsage | None:
     return additive_usage(usage) if usage else None
 
 
-MESSAGES = ClientApi("messages", True, has_token, ends, fix_usage, read_usage)
+MESSAGES = ClientApi("messages", True, has_token, ends, fails, fix_usage, read_usage)

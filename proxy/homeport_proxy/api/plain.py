@@ -8,10 +8,10 @@ from homeport_proxy.exchange import ApiName
 
 
 def _plain(name: ApiName) -> ClientApi:
-    return ClientApi(name, False, never, never, unchanged, no_usage)
+    return ClientApi(name, False, never, never, never, unchanged, no_usage)
 
 
-EMBEDDINGS = ClientApi("embeddings", False, never, never, unchanged, read_usage)
+EMBEDDINGS = ClientApi("embeddings", False, never, never, never, unchanged, read_usage)
 TOKENIZE = _plain("tokenize")
 COUNT_TOKENS = _plain("count_tokens")
 OTHER = _plain("other")

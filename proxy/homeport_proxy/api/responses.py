@@ -5,7 +5,8 @@ from __future__ import annotations
 from homeport_proxy.api.base import ClientApi, at, fix_inclusive, inclusive_usage, parse
 from homeport_proxy.exchange import TokenUsage
 
-_LAST = ("response.completed", "response.incomplete", "response.failed", "response.cancelled", "error")
+_WHOLE = ("response.completed", "response.incomplete", "response.cancelled")
+_FAILED = ("response.failed", "error")
 
 
 def _kind(event: bytes, data: bytes) -> str:
@@ -15,12 +16,17 @@ def _kind(event: bytes, data: bytes) -> str:
 def has_token(event: bytes, data: bytes) -> bool:
     """A delta, or the end; ``response.created`` and ``in_progress`` come before the prefill."""
     kind = _kind(event, data)
-    return kind.endswith(".delta") or kind in _LAST
+    return kind.endswith(".delta") or kind in _WHOLE
 
 
 def ends(event: bytes, data: bytes) -> bool:
     """The final event of a response."""
-    return _kind(event, data) in _LAST or data == b"[DONE]"
+    return _kind(event, data) in (*_WHOLE, *_FAILED) or data == b"[DONE]"
+
+
+def fails(event: bytes, data: bytes) -> bool:
+    """A failed response, or an error in place of one."""
+    return _kind(event, data) in _FAILED
 
 
 def fix_usage(data: bytes, cached: int | None) -> bytes:
@@ -35,4 +41,4 @@ def read_usage(data: bytes) -> TokenUsage | None:
     return inclusive_usage(usage, "input_tokens", "output_tokens", "input_tokens_details") if usage else None
 
 
-RESPONSES = ClientApi("responses", True, has_token, ends, fix_usage, read_usage)
+RESPONSES = ClientApi("responses", True, has_token, ends, fails, fix_usage, read_usage)
