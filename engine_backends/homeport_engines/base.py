@@ -122,8 +122,9 @@ class EngineKind:
     transfers: Mapping[str, KvTransfer]
     health_path: str = "/health"
     metrics_path: str | None = "/metrics"
-    tokenize_path: str | None = None
-    private_request_fields: frozenset[str] = frozenset(
-        {"kv_transfer_params", "disaggregated_params", "ec_transfer_params"}
-    )
-    """Never taken from a client and never shown to one; every ``bootstrap_*`` member likewise."""
+    tokens_paths: Mapping[str, str] = field(default_factory=dict)
+    """Per client API, where the engine tells a request's prompt in its own tokens."""
+
+    def tokens_path(self, api: str) -> str | None:
+        """Where to ask for the tokens of that API's requests; None when it cannot tell."""
+        return self.tokens_paths.get(api)

@@ -10,7 +10,7 @@ from homeport_engines.sglang import wire as sglang_wire
 from homeport_engines.vllm import wire as vllm_wire
 
 KINDS: Mapping[str, EngineKind] = {
-    "vllm": EngineKind(name="vllm", transfers=vllm_wire.TRANSFERS, tokenize_path="/tokenize"),
+    "vllm": EngineKind(name="vllm", transfers=vllm_wire.TRANSFERS, tokens_paths=vllm_wire.TOKENS_PATHS),
     "sglang": EngineKind(name="sglang", transfers=sglang_wire.TRANSFERS),
     "openai": OPENAI,
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from homeport_engines.base import Leg
+from homeport_engines.base import BodyEdits, Leg
 from homeport_proxy.api.base import ClientApi
 from homeport_proxy.engines import Engine
 from homeport_proxy.headers import request_head, to_engine
@@ -39,7 +39,7 @@ class Job:
         put["x-request-id"] = request_id
         if engine.rank is not None:
             put["x-data-parallel-rank"] = str(engine.rank)
-        body = self._body(leg)
+        body = self.body_with(leg.edits)
         headers = to_engine(self.headers, put, drop_credentials=self.drop_credentials or engine.own_key)
         return request_head(
             self.method, engine.pool.origin.prefix + self.target, engine.pool.origin.host_header, headers, len(body)
@@ -54,12 +54,13 @@ class Job:
             self.method, origin.prefix + self.target, origin.host_header, headers, len(self.body)
         ), self.body
 
-    def _body(self, leg: Leg) -> bytes:
+    def body_with(self, edits: BodyEdits) -> bytes:
+        """The body as every engine gets it, with one leg's own edits."""
         if self.raws is None:
             return self.body
-        drop = self.drop | leg.edits.drop
+        drop = self.drop | edits.drop
         put = {key: value for key, value in self.put.items() if key not in drop}
-        put.update(leg.edits.set)
+        put.update(edits.set)
         if not put and not drop:
             return self.body
-        return edit(self.body, put, drop - leg.edits.set.keys(), self.raws)
+        return edit(self.body, put, drop - edits.set.keys(), self.raws)

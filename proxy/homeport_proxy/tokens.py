@@ -1,8 +1,9 @@
 """A prompt in an engine's own tokens, as names of its KV blocks: what the exact index compares with an engine's events.
 
 Only asked for while some engine's events are followed, and of an engine, because only it has the model's template and
-tokenizer. It costs a round trip and the engine's tokenizer before placing, so it is bounded tightly; without an answer
-the approximate index decides.
+tokenizer: of vLLM by ``/tokenize``, which takes chats and completions, and by the ``render`` endpoints of the other
+APIs, which it serves with ``--enable-scale-out`` only. It costs a round trip and the engine's tokenizer before placing,
+so it is bounded tightly; without an answer the approximate index decides.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from homeport_engines.base import BodyEdits
 from homeport_engines.registry import kind
 from homeport_engines.vllm.kv import block_hashes
 from homeport_proxy.control import Control
 from homeport_proxy.engines import Engine, Engines
 from homeport_proxy.exchange import Exchange
+from homeport_proxy.fleet import Member
 from homeport_proxy.headers import request_head
 from homeport_proxy.job import Job
 from homeport_proxy.upstream import Collector, UpstreamError
@@ -24,6 +27,9 @@ from homeport_proxy.upstream import Collector, UpstreamError
 ANSWER_S = 0.25
 REST_S = 30.0
 """How long an engine is not asked again after it failed to answer in time."""
+NOT_OFFERED_S = 600.0
+"""How long it is not asked again after it said that it does not offer this; a restart may change that."""
+_NOT_OFFERED = frozenset({403, 404, 405, 501})
 MOST_BLOCKS = 4096
 _PROMPT: Mapping[str, tuple[str, ...]] = {
     "chat": (
@@ -38,33 +44,35 @@ _PROMPT: Mapping[str, tuple[str, ...]] = {
     ),
     "completions": ("model", "prompt", "add_special_tokens"),
 }
-"""Per API, the members of a request that vLLM's ``/tokenize`` takes; of the other APIs it makes no tokens."""
+"""Per API, the members of a request that ``/tokenize`` takes; the other APIs' are rendered whole."""
 
 
 class _Answer(msgspec.Struct):
-    tokens: list[int]
+    """``tokens`` of /tokenize, ``token_ids`` of a render endpoint."""
+
+    tokens: list[int] = []
+    token_ids: list[int] = []
 
 
 class TokenBlocks:
-    """Asks engines for tokens. ``resting`` holds those that were too slow, until when."""
+    """Asks engines for tokens. ``resting`` holds the (backend, API) pairs that are not asked, until when."""
 
     def __init__(self, control: Control, engines: Engines) -> None:
         self._control = control
         self._engines = engines
-        self._resting: dict[str, float] = {}
+        self._resting: dict[tuple[str, str], float] = {}
 
     async def of(self, exchange: Exchange, job: Job) -> dict[int, Sequence[int]]:
         """Block names by block size in tokens; empty when no engine's events are followed, or none could say."""
-        members = _PROMPT.get(exchange.api)
-        if members is None or job.raws is None or "prompt_embeds" in job.raws:
+        if job.raws is None or "prompt_embeds" in job.raws:
             return {}
         sizes = self._followed(exchange)
         if not sizes:
             return {}
-        tokens = await self._tokens(next(iter(sizes)), job, members)
+        tokens = await self._tokens(next(iter(sizes)), job)
         if not tokens:
             return {}
-        salt = exchange.caller.cache_salt if exchange.tenant else (exchange.document or {}).get("cache_salt")
+        salt = exchange.caller.cache_salt if exchange.tenant else exchange.members.get("cache_salt")
         return {
             size: block_hashes(tokens, size, cache_salt=salt if isinstance(salt, str) else None)
             for size in set(sizes.values())
@@ -80,9 +88,14 @@ class TokenBlocks:
         found: dict[str, int] = {}
         for member in self._control.fleet.members.values():
             serves = member.models is None or exchange.model in member.models
-            if member.region != exchange.region or not serves or not kind(member.backend.engine).tokenize_path:
+            if (
+                member.region != exchange.region
+                or not serves
+                or not kind(member.backend.engine).tokens_path(exchange.api)
+            ):
                 continue
-            if self._control.health.state(member) == "down" or self._resting.get(member.name, 0.0) > now_s:
+            resting_until_s = self._resting.get((member.name, exchange.api), 0.0)
+            if self._control.health.state(member) == "down" or resting_until_s > now_s:
                 continue
             for place in member.place_names():
                 size = router.block_tokens(place)
@@ -90,21 +103,24 @@ class TokenBlocks:
                     found[place] = size
         return found
 
-    async def _tokens(self, place: str, job: Job, members: Sequence[str]) -> list[int]:
+    async def _tokens(self, place: str, job: Job) -> list[int]:
         engine = self._engines.of(place)
+        assert engine.member is not None, "an engine of ours"
+        rest_s = REST_S
         try:
             async with asyncio.timeout(ANSWER_S):
-                return await self._ask(engine, job, members)
+                status, tokens = await self._ask(engine, engine.member, job)
+            if status not in _NOT_OFFERED:
+                return tokens
+            rest_s = NOT_OFFERED_S
         except (TimeoutError, UpstreamError, msgspec.DecodeError):
-            name = engine.member.name if engine.member is not None else place
-            self._resting[name] = asyncio.get_running_loop().time() + REST_S
-            return []
+            pass
+        self._resting[engine.member.name, job.api.name] = asyncio.get_running_loop().time() + rest_s
+        return []
 
-    async def _ask(self, engine: Engine, job: Job, members: Sequence[str]) -> list[int]:
-        assert engine.member is not None, "an engine of ours"
-        raws = job.raws or {}
-        body = msgspec.json.encode({name: raws[name] for name in members if name in raws} | _renamed(job))
-        path = engine.pool.origin.prefix + (kind(engine.member.backend.engine).tokenize_path or "")
+    async def _ask(self, engine: Engine, member: Member, job: Job) -> tuple[int, list[int]]:
+        body = _question(job)
+        path = engine.pool.origin.prefix + (kind(member.backend.engine).tokens_path(job.api.name) or "")
         headers = [(name.encode(), value.encode("latin-1")) for name, value in engine.put.items()]
         if not engine.own_key and not job.drop_credentials:
             headers += [(name, value) for name, value in job.headers if name.lower() == b"authorization"]
@@ -117,8 +133,16 @@ class TokenBlocks:
         except BaseException:
             connection.abort()
             raise
-        return msgspec.json.decode(document, type=_Answer).tokens if head.status == 200 else []
+        if head.status != 200:
+            return head.status, []
+        found = msgspec.json.decode(document, type=_Answer)
+        return head.status, found.tokens or found.token_ids
 
 
-def _renamed(job: Job) -> dict[str, object]:
-    return {"model": job.put["model"]} if "model" in job.put else {}
+def _question(job: Job) -> bytes:
+    members = _PROMPT.get(job.api.name)
+    if members is None:
+        return job.body_with(BodyEdits())
+    raws = job.raws or {}
+    renamed = {"model": job.put["model"]} if "model" in job.put else {}
+    return msgspec.json.encode({name: raws[name] for name in members if name in raws} | renamed)

@@ -17,16 +17,28 @@ TOKENS = list(range(64))
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}
 
 
-@pytest.mark.parametrize("how", ["answers", "slow", "refuses", "not followed"])
-async def test_block_names(how: str) -> None:
+ASKED = {
+    "/v1/chat/completions": "/tokenize",
+    "/v1/messages": "/v1/messages/render",
+    "/v1/responses": "/v1/responses/render",
+}
+
+
+@pytest.mark.parametrize("path", list(ASKED))
+@pytest.mark.parametrize("how", ["answers", "slow", "refuses", "does not offer it", "not followed"])
+async def test_block_names(how: str, path: str) -> None:
     async def engine_of(request: web.Request, seen: Seen) -> web.StreamResponse:
-        if seen.path != "/tokenize":
+        if seen.path != ASKED[path]:
             return await chat(request, seen)
         if how == "slow":
             await asyncio.Event().wait()
         if how == "refuses":
             return web.json_response({}, status=400)
-        return web.json_response({"tokens": TOKENS, "count": len(TOKENS)})
+        if how == "does not offer it":
+            return web.json_response({}, status=403)
+        if path == "/v1/chat/completions":
+            return web.json_response({"tokens": TOKENS, "count": len(TOKENS)})
+        return web.json_response({"request_id": "r", "token_ids": TOKENS, "sampling_params": {}})
 
     engine = await ScriptedEngine(engine_of).start()
     async with proxy_for(backends(engine)) as (url, proxy):
@@ -37,12 +49,14 @@ async def test_block_names(how: str) -> None:
         if how != "not followed":
             router.block_tokens = lambda place: 16  # type: ignore[method-assign]
         for _ in range(2):
-            async with aiohttp.request("POST", url + "/v1/chat/completions", json=BODY | {"cache_salt": "s"}) as answer:
+            async with aiohttp.request("POST", url + path, json=BODY | {"cache_salt": "s"}) as answer:
                 assert answer.status == 200
-        asked = [seen for seen in engine.seen if seen.path == "/tokenize"]
+        asked = [seen for seen in engine.seen if seen.path == ASKED[path]]
         names = {16: block_hashes(TOKENS, 16, cache_salt="s")}
         assert [dict(view.prefix.token_blocks) for view in arrived] == [names if how == "answers" else {}] * 2
-        assert len(asked) == {"answers": 2, "slow": 1, "refuses": 2, "not followed": 0}[how]
-        assert all(seen.body.keys() == {"model", "messages"} for seen in asked)
+        assert len(asked) == {"answers": 2, "slow": 1, "refuses": 2, "does not offer it": 1, "not followed": 0}[how]
+        whole = BODY.keys() | {"cache_salt"}
+        members = {"model", "messages"} if path == "/v1/chat/completions" else whole
+        assert all(seen.body.keys() == members for seen in asked)
         assert all(pool.busy_count == 0 for pool in proxy.pipeline.engines.pools())
     await engine.stop()

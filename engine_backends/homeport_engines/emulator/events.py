@@ -13,23 +13,9 @@ import zmq.asyncio
 from homeport.fingerprint import JsonValue
 from homeport_engines.emulator.scheduler import Event
 from homeport_engines.emulator.settings import EventEncoding
+from homeport_engines.vllm.kv import EVENT_FIELDS
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_ARRAY_FIELDS = {
-    "BlockStored": (
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-    ),
-    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
-    "AllBlocksCleared": (),
-}
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -41,7 +27,7 @@ def encode_batch(events: list[Event], rank: int, encoding: EventEncoding) -> byt
 
 def _as_array(event: Event) -> list[JsonValue]:
     tag = str(event["type"])
-    return [tag, *(event.get(name) for name in _ARRAY_FIELDS[tag])]
+    return [tag, *(event.get(name) for name in EVENT_FIELDS[tag])]
 
 
 class EventPublisher:

@@ -17,9 +17,10 @@ from typing import Self
 from aiohttp import web
 
 from homeport.fingerprint import JsonValue
+from homeport_engines.emulator import prompt
 from homeport_engines.emulator.answers import Rule, load_rules, parse_rules
 from homeport_engines.emulator.api import chat, completions, messages, responses, tokens
-from homeport_engines.emulator.api.jobs import Body, Desk
+from homeport_engines.emulator.api.jobs import Api, Body, Desk
 from homeport_engines.emulator.books import Books
 from homeport_engines.emulator.engine import Engine, EngineFailedError
 from homeport_engines.emulator.faults import Fault, Faults, reset
@@ -29,7 +30,6 @@ from homeport_engines.emulator.metrics import exposition
 from homeport_engines.emulator.settings import EmulatorSettings
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Api = Callable[[Desk, web.Request, Body], Awaitable[web.StreamResponse]]
 _BODY_BYTES = 1 << 30
 VERSION = "0.32.0"
 
@@ -177,7 +177,9 @@ class Emulator:
             "/v1/messages": messages.create,
             "/v1/messages/count_tokens": messages.count_tokens,
             "/v1/embeddings": tokens.embed,
-            "/v1/chat/completions/render": tokens.render_chat,
+            "/v1/chat/completions/render": tokens.rendering(prompt.chat, "chatcmpl"),
+            "/v1/messages/render": tokens.rendering(prompt.messages, "msg"),
+            "/v1/responses/render": tokens.rendering(prompt.responses, "resp"),
             "/tokenize": tokens.tokenize_prompt,
             "/detokenize": tokens.detokenize_tokens,
         }

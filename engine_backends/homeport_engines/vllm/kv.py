@@ -10,7 +10,7 @@ Blocks are named by the low 64 bits of ``sha256(CBOR([parent bytes, [tokens], ex
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -68,18 +68,22 @@ class EventFormatError(ValueError):
     """A frame that is not a KV event batch; the text says what was found."""
 
 
-_STORED_FIELDS = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-)
-_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+EVENT_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+        "group_idx",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}
+"""An event's members in the order of its array form, behind the tag."""
 
 
 def decode_batch(seq: int, payload: bytes) -> KvBatch:
@@ -100,7 +104,7 @@ def _event(wire: Wire) -> KvEvent | None:
     if isinstance(wire, dict):
         return _built(wire.get("type"), wire)
     if isinstance(wire, list) and wire:
-        names = _STORED_FIELDS if wire[0] == "BlockStored" else _REMOVED_FIELDS
+        names = EVENT_FIELDS.get(str(wire[0]), ())
         return _built(wire[0], dict(zip(names, wire[1:], strict=False)))
     raise EventFormatError(f"an event is a map or an array, not {type(wire).__name__}")
 

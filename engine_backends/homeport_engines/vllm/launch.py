@@ -69,6 +69,7 @@ def command(request: LaunchRequest, device: Device = "gpu") -> Launch:
     if request.events_port is not None:
         argv += ["--kv-events-config", _json(_events(request, request.events_port))]
         argv += ["--prefix-caching-hash-algo", "sha256_cbor"]  # the only hash that can be computed outside the engine
+        argv += ["--enable-scale-out"]  # tells the tokens of Messages and Responses prompts, as /tokenize does of chats
     if request.speculation is not None:
         if _speculates(request.role, request.speculation):
             config, more = _speculative(request, request.speculation)

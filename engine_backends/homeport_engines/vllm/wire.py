@@ -176,3 +176,11 @@ TRANSFERS: Mapping[str, KvTransfer] = {
     "mooncake": Mooncake(),
     "store": Store(),
 }
+
+TOKENS_PATHS: Mapping[str, str] = {
+    "chat": "/tokenize",
+    "completions": "/tokenize",
+    "messages": "/v1/messages/render",
+    "responses": "/v1/responses/render",
+}
+"""Where vLLM tells a prompt's tokens; the ``render`` endpoints answer 403 without ``--enable-scale-out``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from array import array
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -39,6 +39,10 @@ class Desk:
     def model(self, body: Body) -> str:
         """The name an answer carries."""
         return self.adapter(body) or self.engine.settings.model
+
+
+Api = Callable[[Desk, web.Request, Body], Awaitable[web.StreamResponse]]
+"""Answers one request of one API."""
 
 
 def integer(body: Body, name: str, *, least: int = 0) -> int | None:

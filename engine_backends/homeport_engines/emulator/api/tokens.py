@@ -6,16 +6,16 @@ import base64
 import math
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
 from homeport.fingerprint import JsonValue
 from homeport_engines.emulator.answers import seed_of
 from homeport_engines.emulator.api.completions import read_prompts
-from homeport_engines.emulator.api.jobs import Body, Desk, integer, request_id
+from homeport_engines.emulator.api.jobs import Api, Body, Desk, integer, request_id
 from homeport_engines.emulator.http import ApiError
-from homeport_engines.emulator.prompt import chat
+from homeport_engines.emulator.prompt import Conversation, chat
 from homeport_engines.emulator.tokenizer import detokenize, tokenize
 
 _DIMENSIONS = 64
@@ -57,13 +57,21 @@ async def detokenize_tokens(desk: Desk, request: web.Request, body: Body) -> web
     return await desk.wire.reply(request, {"prompt": text})
 
 
-async def render_chat(desk: Desk, request: web.Request, body: Body) -> web.StreamResponse:
-    """A chat as the engine would compute it, without computing it."""
-    desk.adapter(body)
-    tokens = _chat_tokens(body)
-    return await desk.wire.reply(
-        request, {"request_id": request_id(request, "chatcmpl"), "token_ids": list(tokens), "model": desk.model(body)}
-    )
+def rendering(read: Callable[[Body], Conversation], prefix: str) -> Api:
+    """The endpoint that shows a request as the engine would compute it, without computing it."""
+
+    async def render(desk: Desk, request: web.Request, body: Body) -> web.StreamResponse:
+        desk.adapter(body)
+        try:
+            tokens = read(body).tokens(generate=body.get("add_generation_prompt", True) is not False)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        ident = request_id(request, prefix)
+        return await desk.wire.reply(
+            request, {"request_id": ident, "token_ids": list(tokens), "model": desk.model(body)}
+        )
+
+    return render
 
 
 async def embed(desk: Desk, request: web.Request, body: Body) -> web.StreamResponse:
