@@ -161,7 +161,8 @@ class Control:
         self.admission.reconfigure(config.tenants)
         self.account.reconfigure(config)
         for router in self.routers.values():
-            router.settings = routing_settings(config)
+            router.reconfigure(routing_settings(config))
+        self.books.identities.reconfigure(config.affinity.headers, config.affinity.max_sessions)
         self.fleet.reconfigure(config)
         self.discoverer.reconfigure()
         log.info("configuration reloaded")

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from typing import cast
 
 import msgspec
+from xxhash import xxh3_64
 
 from homeport.fingerprint import JsonValue
 from homeport_proxy.splice import NotAnObjectError
 
+PROMPT_HEAD = (
+    "model",
+    "system",
+    "instructions",
+    "tools",
+    "functions",
+    "chat_template",
+    "chat_template_kwargs",
+    "reasoning",
+    "reasoning_effort",
+)
+"""Members of a body that stand before its messages in the prompt, or decide how these are rendered."""
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_LONGEST_EMPTY = 16
+# the digests below stay in this process: a seed of its own keeps anybody from making two conversations look alike
+_SEED = secrets.randbits(64)
 
 
 class Document(Mapping[str, JsonValue]):
     """The members of a body by name, each decoded once. Raises :class:`NotAnObjectError` for one that cannot be."""
 
-    __slots__ = ("_decoded", "_items", "raws")
+    __slots__ = ("_chains", "_decoded", "_items", "raws")
 
     def __init__(self, raws: Mapping[str, msgspec.Raw]) -> None:
         self.raws = raws
         self._decoded: dict[str, JsonValue] = {}
         self._items: dict[str, list[msgspec.Raw]] = {}
+        self._chains: dict[str, list[int]] = {}
 
     def __getitem__(self, name: str) -> JsonValue:
         if name in self._decoded:
@@ -52,6 +70,36 @@ class Document(Mapping[str, JsonValue]):
             return None
         return items
 
+    def holds(self, name: str) -> bool:
+        """Whether a member is there and not empty, without decoding a long one."""
+        raw = self.raws.get(name)
+        return raw is not None and (len(memoryview(raw)) > _LONGEST_EMPTY or bool(self[name]))
+
+    def chain_of(self, name: str) -> list[int]:
+        """Per item of a list member a digest of its bytes and of all before it; empty when it is no list."""
+        known = self._chains.get(name)
+        if known is None:
+            known = self._chains[name] = []
+            digest = xxh3_64(seed=_SEED)
+            for item in self.items_of(name) or ():
+                digest.update(memoryview(item))
+                known.append(digest.intdigest())
+        return known
+
+    def digest_of(self, names: tuple[str, ...]) -> int:
+        """A digest of the bytes of these members, those that are there."""
+        digest = xxh3_64(seed=_SEED)
+        for name in names:
+            if (raw := self.raws.get(name)) is not None:
+                digest.update(name.encode())
+                digest.update(memoryview(raw))
+        return digest.intdigest()
+
+
+def is_system(message: JsonValue) -> bool:
+    """Whether a message is system text."""
+    return isinstance(message, dict) and message.get("role") in ("system", "developer")
+
 
 def decoded(raw: msgspec.Raw) -> JsonValue:
     """One value; what only Python's own parser takes (half a surrogate pair, NaN) is taken too."""
@@ -63,14 +111,3 @@ def decoded(raw: msgspec.Raw) -> JsonValue:
         return cast("JsonValue", json.loads(bytes(raw)))
     except (ValueError, RecursionError) as error:
         raise NotAnObjectError(str(error)) from None
-
-
-def listed(body: Mapping[str, JsonValue], name: str) -> Iterator[JsonValue]:
-    """The items of a list member one by one, decoding no more of them than are taken."""
-    items = body.items_of(name) if isinstance(body, Document) else None
-    if items is not None:
-        yield from map(decoded, items)
-        return
-    value = body.get(name)
-    if isinstance(value, list):
-        yield from value

@@ -17,6 +17,7 @@ from homeport_proxy.routing.views import Decision, Kind, PrefixKeys
 if TYPE_CHECKING:
     from multidict import CIMultiDictProxy
 
+    from homeport_proxy.document import Document
     from homeport_proxy.routing.views import Outcome, Ticket
 
 ApiName = Literal[
@@ -105,7 +106,7 @@ class Exchange:
 
     # server: the body as the client sent it, and its decoded top level where a step needs it
     body: bytes = b""
-    document: Mapping[str, JsonValue] | None = None
+    document: Document | None = None
     model: str = ""
     stream: bool = False
 
@@ -153,6 +154,11 @@ class Exchange:
     # account
     usage: TokenUsage = field(default_factory=TokenUsage)
     outcome: Outcome | None = None
+
+    @property
+    def members(self) -> Mapping[str, JsonValue]:
+        """The body's members by name; none when it is no JSON object."""
+        return {} if self.document is None else self.document
 
     @property
     def tenant(self) -> str:

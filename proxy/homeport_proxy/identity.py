@@ -12,13 +12,13 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeAlias, TypeVar, cast
 
 from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
-from homeport_proxy.document import listed
+from homeport_proxy.document import Document, decoded, is_system
 from homeport_proxy.exchange import GENERATING, Exchange, Identity
 from homeport_proxy.routing.views import Kind
 
@@ -34,6 +34,8 @@ SHARED_KEYS = ("prompt_cache_key", "promptCacheKey", "conversation", "user")
 _CLAUDE_USER = re.compile(r"user_[0-9a-fA-F]+_account_.*_session_([0-9A-Za-z-]+)")
 _KINDS: Mapping[str, Kind] = {"main": "main", "side": "side", "subagent": "subagent"}
 _T = TypeVar("_T")
+_LINKS = 8
+"""Points of conversations remembered per session."""
 
 
 class Bounded(Generic[_T]):
@@ -42,6 +44,12 @@ class Bounded(Generic[_T]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._items: OrderedDict[bytes, _T] = OrderedDict()
+
+    def limit(self, limit: int) -> None:
+        """Hold at most ``limit`` entries from now on."""
+        self._limit = limit
+        while len(self._items) > limit:
+            self._items.popitem(last=False)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -113,20 +121,23 @@ class Identities:
 
     def __init__(self, headers: Sequence[str], max_sessions: int = 100_000) -> None:
         self._headers = tuple(headers)
-        self._links: Bounded[_Link] = Bounded(max_sessions * 8)
+        self._links: Bounded[_Link] = Bounded(max_sessions * _LINKS)
         self._shared: Bounded[bytes] = Bounded(max_sessions)
         self._shapes: Bounded[_Shape] = Bounded(max_sessions)
 
-    def reconfigure(self, headers: Sequence[str]) -> None:
-        """Take a reloaded file's list of headers."""
+    def reconfigure(self, headers: Sequence[str], max_sessions: int) -> None:
+        """Take a reloaded file's list of headers and bound."""
         self._headers = tuple(headers)
+        self._links.limit(max_sessions * _LINKS)
+        self._shared.limit(max_sessions)
+        self._shapes.limit(max_sessions)
 
     @property
     def remembered(self) -> int:
         """Entries held, over all tables."""
         return len(self._links) + len(self._shared) + len(self._shapes)
 
-    def identify(self, exchange: Exchange, body: Mapping[str, JsonValue]) -> Identity:
+    def identify(self, exchange: Exchange, body: Document) -> Identity:
         """The identity of a request; ``body`` is its decoded document."""
         return self.resolve(look(exchange, body, self._headers))
 
@@ -170,32 +181,33 @@ class Identities:
         A request that goes on from where another request ended, after a third one already did so differently, is a
         branch of its own: parallel runs from one prompt are separate sessions.
         """
-        chain = [_short(scope + link) for link in mark.chain]
-        depth, link = self._longest(chain)
+        link, new = self._longest(scope, mark.chain)
         parent: bytes | None = None
         if link is None:
             session = head
-        elif depth == len(chain) - 1 or not (link.tip and link.continued):
+        elif not new or not (link.tip and link.continued):
             session = link.session
         else:
-            session, parent = chain[depth + 1], link.session
-        if link is not None and depth < len(chain) - 1:
+            session, parent = new[0], link.session
+        if link is not None and new:
             link.continued = True
-        for index in range(len(chain)):
-            known = self._links.get(chain[index])
-            if known is None:
-                known = _Link(session)
-                self._links.put(chain[index], known)
-            if index == len(chain) - 1:
-                known.tip = True
+        for place in new:
+            link = _Link(session)
+            self._links.put(place, link)
+        if link is not None:
+            link.tip = True
         return session, parent
 
-    def _longest(self, chain: Sequence[bytes]) -> tuple[int, _Link | None]:
-        for index in range(len(chain) - 1, -1, -1):
-            link = self._links.get(chain[index])
-            if link is not None:
-                return index, link
-        return -1, None
+    def _longest(self, scope: bytes, chain: Sequence[bytes]) -> tuple[_Link | None, list[bytes]]:
+        """The furthest point of the chain that is known, and the places of those after it."""
+        new: list[bytes] = []
+        link: _Link | None = None
+        for mark in reversed(chain):
+            place = _short(scope + mark)
+            if (link := self._links.get(place)) is not None:
+                break
+            new.append(place)
+        return link, new[::-1]
 
     # side requests
 
@@ -224,14 +236,18 @@ class Identities:
         return given or ("subagent" if seen.parent is not None else found.kind)
 
 
-def look(exchange: Exchange, body: Mapping[str, JsonValue], headers: Sequence[str]) -> Look:
-    """What identity needs of a request; ``headers`` are those that name sessions, in order."""
+Marker: TypeAlias = Callable[[Api, Mapping[str, JsonValue]], fingerprint.Identity]
+
+
+def look(exchange: Exchange, body: Document, headers: Sequence[str], marker: Marker = fingerprint.identity) -> Look:
+    """What identity needs of a request; ``headers`` are those that name sessions, in order, ``marker`` gives a
+    conversation's own digests."""
     named = _named(exchange, body, headers)
     shared: tuple[str, str] | None = None
     mark: fingerprint.Identity | None = None
     if named is None:
         shared = next(((name, value) for name in SHARED_KEYS if (value := _shared_value(body.get(name)))), None)
-        mark = _mark(exchange, body)
+        mark = _mark(exchange, body, marker)
     hinted = _first(exchange.headers, PARENT_HEADERS)
     return Look(
         namespace=f"{exchange.caller.name}\0{exchange.model}\0".encode(),
@@ -241,17 +257,17 @@ def look(exchange: Exchange, body: Mapping[str, JsonValue], headers: Sequence[st
         body=_short(exchange.body) if named is None and mark is None and shared is None else b"",
         parent=_utf8(hinted[1]) if hinted is not None else None,
         kind=_KINDS.get(exchange.headers.get("x-homeport-kind", "").lower()),
-        tools=bool(body.get("tools")),
+        tools=body.holds("tools"),
         system=_system_digest(exchange.api, body),
         final=exchange.headers.get("x-homeport-final") == "1",
     )
 
 
-def _mark(exchange: Exchange, body: Mapping[str, JsonValue]) -> fingerprint.Identity | None:
+def _mark(exchange: Exchange, body: Mapping[str, JsonValue], marker: Marker) -> fingerprint.Identity | None:
     if exchange.api not in GENERATING:
         return None
     try:
-        return fingerprint.identity(cast("Api", exchange.api), body)
+        return marker(cast("Api", exchange.api), body)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None  # not the shape this API promises: the engine will say so
 
@@ -325,11 +341,11 @@ def _shared_value(value: JsonValue) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _system_digest(api: str, body: Mapping[str, JsonValue]) -> bytes:
-    """A digest of the system prompt; empty when there is none."""
-    parts: list[JsonValue] = [body[name] for name in ("system", "instructions") if body.get(name)]
-    for message in listed(body, "input" if api == "responses" else "messages"):
-        if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
+def _system_digest(api: str, body: Document) -> bytes:
+    """A digest of the system prompt as the client wrote it; empty when there is none."""
+    parts = [bytes(body.raws[name]) for name in ("system", "instructions") if body.holds(name)]
+    for item in body.items_of("input" if api == "responses" else "messages") or ():
+        if not is_system(decoded(item)):
             break
-        parts.append(message.get("content"))
-    return _short(json.dumps(parts).encode()) if parts else b""
+        parts.append(bytes(item))
+    return _short(b"\0".join(parts)) if parts else b""

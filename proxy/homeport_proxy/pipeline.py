@@ -31,6 +31,7 @@ from homeport_proxy.identity import look
 from homeport_proxy.ids import mint
 from homeport_proxy.intake import read_body
 from homeport_proxy.job import Job
+from homeport_proxy.marks import Marks
 from homeport_proxy.prefix import Prefixes
 from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, Word
 from homeport_proxy.splice import NotAnObjectError, edit, raw_members
@@ -49,6 +50,7 @@ class Pipeline:
         self.control = control
         self.engines = Engines(control.fleet)
         self.prefixes = Prefixes(BLOCK_CHARS)
+        self.marks = Marks()
         self.token_blocks = TokenBlocks(control, self.engines)
         self.desk = handoff.Desk(
             engines=self.engines,
@@ -123,7 +125,7 @@ class Pipeline:
 
     def _resolve_model(self, exchange: Exchange, job: Job) -> str:
         """The engines' name for the model that is asked for. Raises ProxyError 404 when nobody serves it."""
-        asked = (exchange.document or {}).get("model")
+        asked = exchange.members.get("model")
         config, fleet = self.control.config, self.control.fleet
         if not isinstance(asked, str) or not asked:
             known = fleet.models()
@@ -149,7 +151,7 @@ class Pipeline:
         exchange.prompt_tokens_estimate = estimate if longest is None else min(estimate, longest - 1)
         if not job.api.generates or document is None:
             return
-        seen = look(exchange, document, self.control.config.affinity.headers)
+        seen = look(exchange, document, self.control.config.affinity.headers, self.marks.of)
         exchange.identity = await self.control.books.identify(seen)
         try:
             blocks = self.prefixes.blocks(cast("Api", exchange.api), exchange.identity.session, document)
@@ -170,7 +172,7 @@ class Pipeline:
             await handoff.answer(self.desk, exchange, job, down)
             self._remember_stored(exchange)
         finally:
-            await self._give_back(exchange)
+            self._give_back(exchange)
 
     async def _answered_elsewhere(self, exchange: Exchange, job: Job, down: Downstream) -> bool:
         """Find the region; True when another region's proxy has answered. A peer that takes nothing is left for the
@@ -196,14 +198,13 @@ class Pipeline:
         loop = asyncio.get_running_loop()
         placer = self.control.placer
         started_s = loop.time()
-        view = self._view(exchange)
-        if exchange.identity is not None:
-            session = await placer.session(view.session)
-            exchange.cache = _cache_word(session.warm if session else False, session.keep_s if session else None)
         try:
-            exchange.ticket = ticket = await placer.place(exchange.region, view)
+            ticket, before = await placer.place(exchange.region, self._view(exchange))
         except NoPlaceError as error:
             raise no_backend(f"{error}.") from None
+        exchange.ticket = ticket
+        if exchange.identity is not None:
+            exchange.cache = _cache_word(before.warm if before else False, before.keep_s if before else None)
         if exchange.home_region_down and ticket.decision is not None and ticket.decision.word is Word.PLACED:
             ticket.decision = replace(ticket.decision, word=Word.FAILOVER)
         exchange.decision = ticket.decision
@@ -214,7 +215,7 @@ class Pipeline:
 
     def _view(self, exchange: Exchange) -> RequestView:
         identity = exchange.identity or Identity(mint(128), "request", "side", final=True)
-        document = exchange.document or {}
+        document = exchange.members
         user = document.get("user")
         return RequestView(
             request_id=exchange.request_id,
@@ -274,7 +275,7 @@ class Pipeline:
         if exchange.response_id is not None and serving is not None and exchange.ok:
             self.control.books.stored(exchange.tenant, exchange.response_id, serving.place)
 
-    async def _give_back(self, exchange: Exchange) -> None:
+    def _give_back(self, exchange: Exchange) -> None:
         """Release the ticket, once, also when the client left."""
         ticket, placer = exchange.ticket, self.control.placer
         if ticket is None:
@@ -284,7 +285,7 @@ class Pipeline:
             placer.cancel(ticket)
             return
         usage = exchange.usage
-        exchange.outcome = await placer.finished(
+        exchange.outcome = placer.finished(
             ticket,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
@@ -363,7 +364,7 @@ def _plan_edits(exchange: Exchange, job: Job) -> None:
 def _ask_for_usage(api: ClientApi, exchange: Exchange, job: Job) -> None:
     if not (api.usage_in_stream_options and job.stream):
         return
-    options = (exchange.document or {}).get("stream_options")
+    options = exchange.members.get("stream_options")
     if isinstance(options, dict):
         if options.get("include_usage") is True:
             return

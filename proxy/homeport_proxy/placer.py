@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from homeport_proxy.errors import overloaded
 from homeport_proxy.region import RegionView, ranking
@@ -21,6 +22,16 @@ from homeport_proxy.routing.views import (
 )
 from homeport_proxy.state import State
 
+ENDED_KEPT = 10_000
+"""Sessions remembered after their end, so that ending one twice is no error."""
+
+
+class Placed(NamedTuple):
+    """A decided ticket, and its session as it was before this request came (None: not known)."""
+
+    ticket: Ticket
+    before: SessionView | None
+
 
 class Placer(Protocol):
     """What the data plane asks of placement, in this process or over a worker's socket.
@@ -28,7 +39,7 @@ class Placer(Protocol):
     Every ticket from ``place`` must be given back by ``finished`` or ``cancel``; both may be called more than once.
     """
 
-    async def place(self, region: str, request: RequestView) -> Ticket:
+    async def place(self, region: str, request: RequestView) -> Placed:
         """A ticket with its decision made. Raises NoPlaceError, or ProxyError 503 when too many wait."""
 
     async def again(self, ticket: Ticket, exclude: frozenset[str]) -> Decision | None: ...
@@ -39,7 +50,7 @@ class Placer(Protocol):
 
     def first_token(self, ticket: Ticket) -> None: ...
 
-    async def finished(
+    def finished(
         self,
         ticket: Ticket,
         *,
@@ -50,10 +61,6 @@ class Placer(Protocol):
     ) -> Outcome: ...
 
     def cancel(self, ticket: Ticket) -> None: ...
-
-    async def finish_session(self, session: str) -> bool: ...
-
-    async def session(self, session: str) -> SessionView | None: ...
 
 
 class LocalPlacer:
@@ -78,6 +85,7 @@ class LocalPlacer:
         self._home: dict[Ticket, Router] = {}
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._timers: dict[Router, asyncio.TimerHandle] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
         self._pumping: set[Router] = set()
 
     @property
@@ -90,7 +98,7 @@ class LocalPlacer:
         """Tickets not yet given back."""
         return len(self._home)
 
-    async def place(self, region: str, request: RequestView) -> Ticket:
+    async def place(self, region: str, request: RequestView) -> Placed:
         router = self._routers.get(region)
         if router is None:
             raise NoPlaceError(f"region {region!r} has no backends here")
@@ -98,6 +106,7 @@ class LocalPlacer:
             raise overloaded(f"{len(self._waiting)} requests wait for an engine already; try again shortly")
         shared = self._state.shared and request.kind != "side"
         known = await self._follow(router, request) if shared else None
+        before = router.session(request.session)
         ticket = router.arrive(request, self._clock())
         self._home[ticket] = router
         self._pump(router)
@@ -116,7 +125,7 @@ class LocalPlacer:
         home = ticket.decision.home if ticket.decision else None
         if shared and home is not None:
             await self._state.settled(request.session, home, known, router.settings.idle_ttl_s)
-        return ticket
+        return Placed(ticket, before)
 
     async def again(self, ticket: Ticket, exclude: frozenset[str]) -> Decision | None:
         router = self._home.get(ticket)
@@ -142,7 +151,7 @@ class LocalPlacer:
             router.first_token(ticket, self._clock())
             self._pump_soon(router)
 
-    async def finished(
+    def finished(
         self,
         ticket: Ticket,
         *,
@@ -162,6 +171,8 @@ class LocalPlacer:
             output_tokens=output_tokens,
             ok=ok,
         )
+        if ticket.request.final:
+            self._remember_end(ticket.request.session)
         self._pump_soon(router)
         return outcome
 
@@ -171,11 +182,15 @@ class LocalPlacer:
             self._pump_soon(router)
 
     async def finish_session(self, session: str) -> bool:
+        """End a session; False when it is not known, nor was ended lately."""
         self._state.ended(session)
         known = [router.finish_session(session, self._clock()) for router in self._routers.values()]
-        return True in known
+        if True in known:
+            self._remember_end(session)
+        return session in self._ended
 
     async def session(self, session: str) -> SessionView | None:
+        """What is known of a session; None when it is unknown."""
         found = [view for router in self._routers.values() if (view := router.session(session)) is not None]
         return max(found, key=lambda view: view.last_used_s, default=None)
 
@@ -201,6 +216,12 @@ class LocalPlacer:
         if home is not None:
             router.adopt(request.session, home, self._clock())
         return known
+
+    def _remember_end(self, session: str) -> None:
+        self._ended[session] = None
+        self._ended.move_to_end(session)
+        if len(self._ended) > ENDED_KEPT:
+            self._ended.popitem(last=False)
 
     def _pump_soon(self, router: Router) -> None:
         if router not in self._pumping:

@@ -11,35 +11,26 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
-from xxhash import xxh3_64_intdigest
 
 from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
-from homeport_proxy.document import Document, decoded
+from homeport_proxy.document import PROMPT_HEAD, Document, decoded, is_system
 
 LAST_MESSAGES = 4
 """How many of the newest messages may change (moved cache marks) without starting over."""
 KEPT_BYTES = 64 * 1024 * 1024
-_HEAD = (
-    "model",
-    "system",
-    "instructions",
-    "tools",
-    "functions",
-    "chat_template",
-    "chat_template_kwargs",
-    "reasoning",
-    "reasoning_effort",
-)
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where the text stood after so many messages: whole blocks, and the characters after the last of them."""
+    """Where the text stood after so many messages (``at``: the digest of their bytes): whole blocks, and the characters
+    after the last of them."""
 
     messages: int
+    at: int
     blocks: int
     rest: str
 
@@ -47,13 +38,12 @@ class _Mark:
 @dataclass(slots=True)
 class _Known:
     head: int
-    messages: array[int]
     blocks: array[int]
     marks: list[_Mark]
 
     @property
     def size_bytes(self) -> int:
-        return 8 * (len(self.messages) + len(self.blocks)) + 2_600 * LAST_MESSAGES
+        return 8 * len(self.blocks) + 2_600 * LAST_MESSAGES
 
 
 class Prefixes:
@@ -67,24 +57,19 @@ class Prefixes:
 
     def blocks(self, api: Api, session: str, body: Mapping[str, JsonValue]) -> Sequence[int]:
         """Chained digests of the canonical text, as ``fingerprint.text_blocks``. Raises what that raises."""
-        name = "input" if api == "responses" else "messages"
-        items = body.items_of(name) if isinstance(body, Document) and api != "completions" else None
-        layout = fingerprint.resolve("default", api, body)
-        if items is None or layout.gathers_system or layout.order not in ("tools_first", "system_first"):
+        history = history_of(api, body)
+        if history is None:
             return fingerprint.text_blocks(api, body, self._block_chars)
-        assert isinstance(body, Document)
-        hashes = array("Q", [xxh3_64_intdigest(memoryview(item)) for item in items])
-        head = xxh3_64_intdigest(b"\0".join(name.encode() + bytes(body.raws[name]) for name in _HEAD if name in body))
-        turn = _Turn(api, name, body, items, layout.renders_call_ids is True, self._block_chars)
+        head = _head_digest(api, history.body)
+        turn = _Turn(api, history, self._block_chars)
         known = self._known.pop(session, None)
         if known is not None:
             self.size_bytes -= known.size_bytes
-        mark = _last_mark(known, hashes) if known is not None and known.head == head else None
+        mark = turn.last_mark(known) if known is not None and known.head == head else None
         if known is None or mark is None or not turn.may_follow(mark.messages):
-            known = _Known(head, hashes, array("Q"), [])
+            known = _Known(head, array("Q"), [])
             turn.begin(known)
         else:
-            known.messages = hashes
             turn.go_on(known, mark)
         self._keep(session, known)
         return known.blocks
@@ -97,22 +82,50 @@ class Prefixes:
             self.size_bytes -= gone.size_bytes
 
 
+class History(NamedTuple):
+    """A body whose messages follow one another in the prompt as they stand, and so may be read one by one."""
+
+    body: Document
+    name: str
+    items: Sequence[msgspec.Raw]
+    ids: bool
+    """Whether the model's template renders tool-call ids."""
+
+
+def history_of(api: Api, body: Mapping[str, JsonValue]) -> History | None:
+    """The messages of a body; None where they are no list, or the model's template moves parts of the prompt about."""
+    if not isinstance(body, Document) or api == "completions":
+        return None
+    name = "input" if api == "responses" else "messages"
+    layout = fingerprint.resolve("default", api, body)
+    if layout.gathers_system or layout.order not in ("tools_first", "system_first"):
+        return None
+    items = body.items_of(name)
+    return None if items is None else History(body, name, items, layout.renders_call_ids is True)
+
+
 class _Turn:
     """One request being followed."""
 
-    def __init__(
-        self, api: Api, name: str, body: Document, items: Sequence[msgspec.Raw], ids: bool, block_chars: int
-    ) -> None:
+    def __init__(self, api: Api, history: History, block_chars: int) -> None:
         self._api = api
-        self._name = name
-        self._body = body
-        self._items = items
-        self._ids = ids
+        self._body, self._name, self._items, self._ids = history
+        self._chain = self._body.chain_of(self._name)
         self._block_chars = block_chars
+
+    def last_mark(self, known: _Known) -> _Mark | None:
+        """The furthest mark whose messages all stand unchanged."""
+        for mark in reversed(known.marks):
+            if mark.messages <= len(self._chain) and mark.at == self._at(mark.messages):
+                return mark
+        return None
+
+    def _at(self, messages: int) -> int:
+        return self._chain[messages - 1] if messages else 0
 
     def may_follow(self, messages: int) -> bool:
         """Whether the messages after these are rendered behind them: system text at the head may not grow."""
-        return messages >= len(self._items) or not _is_system(decoded(self._items[messages]))
+        return messages >= len(self._items) or not is_system(decoded(self._items[messages]))
 
     def begin(self, known: _Known) -> None:
         """Everything at once but the newest messages, which are marked one by one."""
@@ -120,8 +133,9 @@ class _Turn:
         while first < len(self._items) and not self.may_follow(first):
             first += 1
         whole = {name: self._body[name] for name in self._body if name != self._name}
+        whole = dict(fingerprint.as_engines_read(self._api, whole))
         whole[self._name] = [decoded(item) for item in islice(self._items, first)]
-        self._add(known, _Mark(0, 0, ""), self._text(whole), first)
+        self._add(known, _Mark(0, 0, 0, ""), self._text(whole), first)
         self._rest(known, first)
 
     def go_on(self, known: _Known, mark: _Mark) -> None:
@@ -145,16 +159,17 @@ class _Turn:
         text = before.rest + text
         found = fingerprint.chain_blocks(text, self._block_chars, known.blocks[-1] if known.blocks else 0)
         known.blocks.extend(found)
-        known.marks.append(_Mark(messages, len(known.blocks), text[len(found) * self._block_chars :]))
+        rest = text[len(found) * self._block_chars :]
+        known.marks.append(_Mark(messages, self._at(messages), len(known.blocks), rest))
 
 
-def _last_mark(known: _Known, hashes: array[int]) -> _Mark | None:
-    """The furthest mark whose messages all stand unchanged."""
-    for mark in reversed(known.marks):
-        if mark.messages <= len(hashes) and known.messages[: mark.messages] == hashes[: mark.messages]:
-            return mark
-    return None
-
-
-def _is_system(message: JsonValue) -> bool:
-    return isinstance(message, dict) and message.get("role") in ("system", "developer")
+def _head_digest(api: Api, body: Document) -> int:
+    """Of all that stands before the messages, as far as an engine renders it."""
+    if "system" not in body:
+        return body.digest_of(PROMPT_HEAD)
+    system = {"system": body["system"]}
+    read = fingerprint.as_engines_read(api, system)
+    if read is system:
+        return body.digest_of(PROMPT_HEAD)
+    rest = tuple(name for name in PROMPT_HEAD if name != "system")
+    return hash((body.digest_of(rest), msgspec.json.encode(read["system"])))

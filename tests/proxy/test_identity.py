@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from homeport_proxy.config import SESSION_HEADERS
+from homeport_proxy.document import Document
 from homeport_proxy.exchange import ApiName, Caller, Exchange, Identity
 from homeport_proxy.identity import Bounded, Identities
+from homeport_proxy.splice import raw_members
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 UUID = "6a1f9c1e-0f7e-4f2a-9d58-9c7e4f0a1b2c"
@@ -53,7 +55,8 @@ class Asking:
         )
         exchange.model = model
         exchange.caller = Caller(tenant)
-        return self.identities.identify(exchange, body or {"messages": messages("hi")})
+        document = Document(raw_members(json.dumps(body or {"messages": messages("hi")}).encode()))
+        return self.identities.identify(exchange, document)
 
 
 @pytest.mark.parametrize("position", range(len(SESSION_HEADERS)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, cast
 
 from hypothesis import given, settings
@@ -27,10 +28,8 @@ API = st.sampled_from(["chat", "messages", "responses"])
 MODEL = st.sampled_from(["m", "gpt-4o", "qwen3", "llama-3", "deepseek-v3", "mistral-large", "claude-x"])
 
 
-@settings(max_examples=150, deadline=None)
-@given(API, MODEL, st.lists(STEP, min_size=1, max_size=12), st.integers(1, 30))
-def test_grown_keys_are_the_keys_of_the_whole(api: str, model: str, steps: list[Any], block_chars: int) -> None:
-    prefixes = Prefixes(block_chars)
+def grown(api: str, model: str, steps: list[Any]) -> Iterator[dict[str, Any]]:
+    """A conversation's body after each step."""
     name = "input" if api == "responses" else "messages"
     body: dict[str, Any] = {"model": model, name: []}
     for kind, message in steps:
@@ -43,7 +42,16 @@ def test_grown_keys_are_the_keys_of_the_whole(api: str, model: str, steps: list[
         elif kind == "tools":
             body["tools"] = [{"type": "function", "function": {"name": "f"}}]
         elif kind == "system":
-            body["system"] = "You help."
+            billing = f"x-anthropic-billing-header: cch={len(body[name])};"
+            body["system"] = [{"type": "text", "text": billing}, {"type": "text", "text": "You help."}]
+        yield body
+
+
+@settings(max_examples=150, deadline=None)
+@given(API, MODEL, st.lists(STEP, min_size=1, max_size=12), st.integers(1, 30))
+def test_grown_keys_are_the_keys_of_the_whole(api: str, model: str, steps: list[Any], block_chars: int) -> None:
+    prefixes = Prefixes(block_chars)
+    for body in grown(api, model, steps):
         raws = raw_members(json.dumps(body).encode())
         found = prefixes.blocks(cast("Api", api), "s", Document(raws))
         assert list(found) == text_blocks(cast("Api", api), body, block_chars)

@@ -54,10 +54,10 @@ def request(session: str, tokens: int = 1000) -> RequestView:
 
 async def placed(control: Control, session: str) -> str:
     """Where a whole request of the session goes."""
-    ticket = await control.placer.place("r", request(session))
+    ticket, _ = await control.placer.place("r", request(session))
     assert ticket.decision is not None
     control.placer.first_token(ticket)
-    await control.placer.finished(ticket, prompt_tokens=1000, cached_tokens=0, output_tokens=1, ok=True)
+    control.placer.finished(ticket, prompt_tokens=1000, cached_tokens=0, output_tokens=1, ok=True)
     return ticket.decision.place
 
 
@@ -100,7 +100,7 @@ async def test_drains_and_their_end_reach_every_proxy(tmp_path: Path) -> None:
 
 async def test_load_of_the_others_counts(tmp_path: Path) -> None:
     async with redis_server(tmp_path) as redis, proxies(2, redis, backends=2) as (one, two):
-        ticket = await one.placer.place("r", request("big", 8_000))
+        ticket, _ = await one.placer.place("r", request("big", 8_000))
         assert ticket.decision is not None
         busy = ticket.decision.place
         heard = []

@@ -54,7 +54,7 @@ def line_of(exchange: Exchange) -> Line:
     )
     first_s = exchange.first_token_s
     return Line(
-        body=dict(exchange.document or {}),
+        body=dict(exchange.members),
         ts=exchange.arrived_unix_s,
         session=exchange.session or None,
         parent=exchange.identity.parent if exchange.identity else None,

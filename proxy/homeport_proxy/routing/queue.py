@@ -120,7 +120,7 @@ class VirtualQueues:
     """All held requests, by the place whose prefill they wait for."""
 
     def __init__(self, settings: RoutingSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._queues: dict[str, _Queue] = {}
         self._shares = Shares()
         self._count = 0
@@ -150,7 +150,7 @@ class VirtualQueues:
     def push(self, held: Held) -> None:
         """Hold a request."""
         held.out = False
-        held.rank = held.work_s + self._settings.age_weight * held.since_s
+        held.rank = held.work_s + self.settings.age_weight * held.since_s
         self._queues.setdefault(held.place, _Queue()).add(held)
         self._count += 1
 
@@ -177,7 +177,7 @@ class VirtualQueues:
         if queue is None:
             return None
         oldest = queue.longest_waiting()
-        if now_s - oldest.since_s > self._settings.starve_after_s:
+        if now_s - oldest.since_s > self.settings.starve_after_s:
             return oldest
         if len(queue.by_share) == 1:
             return next(iter(queue.by_share.values()))[0]

@@ -74,6 +74,16 @@ class Router:
         self._shadows = Shadows(settings.shadow)
         self._shortlist = Shortlist()
 
+    def reconfigure(self, settings: RoutingSettings) -> None:
+        """Take a reloaded file's settings; what is known stays, within the new bounds."""
+        if settings.shadow != self.settings.shadow:
+            self._shadows = Shadows(settings.shadow)
+        self.settings = settings
+        self._sessions.reconfigure(settings.idle_ttl_s, settings.max_sessions)
+        self._queues.settings = settings
+        if isinstance(self._index, PrefixIndex):
+            self._index.set_budget(settings.index_bytes)
+
     # -- places ------------------------------------------------------------------------------------------------------
 
     def set_places(self, places: Sequence[PlaceSpec]) -> None:

@@ -44,6 +44,11 @@ class SessionTable:
         self.at_home: dict[str, int] = {}
         self.context_tokens = 0
 
+    def reconfigure(self, idle_ttl_s: float, max_sessions: int) -> None:
+        """Take new bounds; sessions above them go as new ones come."""
+        self._idle_ttl_s = idle_ttl_s
+        self._max_sessions = max_sessions
+
     def __len__(self) -> int:
         return len(self._sessions)
 

@@ -35,6 +35,7 @@ class Link:
         self._next = 0
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._answering: dict[int, asyncio.Task[None]] = {}
+        self._out: list[bytes] = []
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """The other end's answer; raises what it raised, or :class:`LinkLostError`. Cancelling cancels it there."""
@@ -73,6 +74,7 @@ class Link:
 
     def close(self) -> None:
         """Hang up, after what was sent."""
+        self._flush()
         self._writer.close()
 
     def _take(self, kind: int, number: int, method: str, arguments: tuple[Any, ...]) -> None:
@@ -107,4 +109,12 @@ class Link:
         if self._writer.is_closing():
             return
         data = pickle.dumps(message, protocol=5)
-        self._writer.write(_HEAD.pack(len(data)) + data)
+        if not self._out:
+            # what one turn of the event loop has to say goes out in one write
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._out += (_HEAD.pack(len(data)), data)
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        if out and not self._writer.is_closing():
+            self._writer.write(b"".join(out))

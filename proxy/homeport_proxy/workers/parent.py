@@ -23,9 +23,10 @@ from homeport_proxy.exchange import Exchange
 from homeport_proxy.health import Part
 from homeport_proxy.limits import TenantLimit
 from homeport_proxy.observe import admin
-from homeport_proxy.routing.views import Decision, Outcome, RequestView, Ticket
+from homeport_proxy.placer import Placed
+from homeport_proxy.routing.views import Decision, RequestView, Ticket
 from homeport_proxy.workers.link import Link
-from homeport_proxy.workers.wire import Facts, MemberFacts, TravellingError, arrived
+from homeport_proxy.workers.wire import EndedTicket, Facts, MemberFacts, TravellingError, arrived
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +65,14 @@ class Desk:
 
     # placement
 
-    async def on_place(self, region: str, request: RequestView) -> tuple[int, Ticket] | TravellingError:
+    async def on_place(self, region: str, request: RequestView) -> tuple[int, Placed] | TravellingError:
         try:
-            ticket = await self._control.placer.place(region, request)
+            placed = await self._control.placer.place(region, request)
         except ProxyError as error:
             return TravellingError(error.status, error.code, error.message, error.retry_after_s)
         self._next_ticket += 1
-        self._tickets[self._next_ticket] = ticket
-        return self._next_ticket, ticket
+        self._tickets[self._next_ticket] = placed.ticket
+        return self._next_ticket, placed
 
     async def on_again(self, number: int, exclude: frozenset[str]) -> Decision | None:
         ticket = self._tickets.get(number)
@@ -79,16 +80,6 @@ class Desk:
 
     async def on_without_prefill(self, number: int, why: str) -> Decision:
         return await self._control.placer.without_prefill(self._tickets[number], why)
-
-    async def on_finished(
-        self, number: int, prompt_tokens: int | None, cached_tokens: int | None, output_tokens: int | None, ok: bool
-    ) -> Outcome:
-        ticket = self._tickets.pop(number, None)
-        if ticket is None:
-            return Outcome(prompt_tokens, cached_tokens)
-        return await self._control.placer.finished(
-            ticket, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, output_tokens=output_tokens, ok=ok
-        )
 
     def on_prefill_done(self, number: int, cached_tokens: int | None) -> None:
         if (ticket := self._tickets.get(number)) is not None:
@@ -101,12 +92,6 @@ class Desk:
     def on_cancel(self, number: int) -> None:
         if (ticket := self._tickets.pop(number, None)) is not None:
             self._control.placer.cancel(ticket)
-
-    def on_session(self, session: str) -> Awaitable[Any]:
-        return self._control.placer.session(session)
-
-    def on_finish_session(self, session: str) -> Awaitable[Any]:
-        return self._control.placer.finish_session(session)
 
     # books
 
@@ -150,8 +135,17 @@ class Desk:
         if (peer := self._control.regions.peers.get(name)) is not None:
             self._control.regions.failed(peer, refused=refused)
 
-    def on_done(self, exchange: Exchange, body_bytes: int) -> None:
+    def on_done(self, exchange: Exchange, body_bytes: int, ended: EndedTicket | None) -> None:
         self._under_way.discard((exchange.session, exchange.request_id))
+        ticket = self._tickets.pop(ended.number, None) if ended is not None else None
+        if ended is not None and ticket is not None:
+            exchange.outcome = self._control.placer.finished(
+                ticket,
+                prompt_tokens=ended.prompt_tokens,
+                cached_tokens=ended.cached_tokens,
+                output_tokens=ended.output_tokens,
+                ok=ended.ok,
+            )
         self._control.account.done(arrived(exchange), body_bytes=body_bytes)
 
     def on_gaps(self, counts: list[int], total_s: float) -> None:

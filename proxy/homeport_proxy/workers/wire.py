@@ -47,6 +47,17 @@ class TravellingError:
     retry_after_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class EndedTicket:
+    """A ticket given back in a worker: the parent's number for it, and the tokens as the engine reported them."""
+
+    number: int
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    ok: bool
+
+
 def to_travel(exchange: Exchange, *, keep_document: bool) -> Exchange:
     """A finished exchange without what is large or lives in its process only."""
     sent = copy.copy(exchange)

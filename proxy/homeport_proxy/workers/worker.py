@@ -30,9 +30,10 @@ from homeport_proxy.loop import listener_tls, loop_factory
 from homeport_proxy.observe import admin, logs
 from homeport_proxy.observe.metrics import Metrics
 from homeport_proxy.peers import Located, Peer
-from homeport_proxy.routing.views import Decision, Outcome, RequestView, SessionView, State, Ticket
+from homeport_proxy.placer import Placed
+from homeport_proxy.routing.views import Decision, Outcome, RequestView, State, Ticket
 from homeport_proxy.workers.link import Link
-from homeport_proxy.workers.wire import Facts, TravellingError, to_travel
+from homeport_proxy.workers.wire import EndedTicket, Facts, TravellingError, to_travel
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +46,15 @@ class RemotePlacer:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._numbers: dict[Ticket, int] = {}
+        self._ended: dict[Ticket, EndedTicket] = {}
 
-    async def place(self, region: str, request: RequestView) -> Ticket:
+    async def place(self, region: str, request: RequestView) -> Placed:
         answer = await self._link.ask("place", region, request)
         if isinstance(answer, TravellingError):
             raise ProxyError(answer.status, answer.code, answer.message, retry_after_s=answer.retry_after_s)
-        number, ticket = answer
-        self._numbers[ticket] = number
-        return cast("Ticket", ticket)
+        number, placed = answer
+        self._numbers[placed.ticket] = number
+        return cast("Placed", placed)
 
     async def again(self, ticket: Ticket, exclude: frozenset[str]) -> Decision | None:
         number = self._numbers.get(ticket)
@@ -74,7 +76,7 @@ class RemotePlacer:
         if (number := self._numbers.get(ticket)) is not None:
             self._link.tell("first_token", number)
 
-    async def finished(
+    def finished(
         self,
         ticket: Ticket,
         *,
@@ -83,30 +85,19 @@ class RemotePlacer:
         output_tokens: int | None,
         ok: bool,
     ) -> Outcome:
+        """The parent hears of it together with the finished exchange, and books the outcome there."""
         number = self._numbers.pop(ticket, None)
-        if number is None:
-            return Outcome(prompt_tokens, cached_tokens)
-        asked = asyncio.ensure_future(
-            self._link.ask("finished", number, prompt_tokens, cached_tokens, output_tokens, ok)
-        )
-        try:
-            outcome = await asyncio.shield(asked)
-        except asyncio.CancelledError:
-            # a client that hangs up right after its whole answer is no failure: the books are closed all the same
-            outcome = await asked
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()
-        return cast("Outcome", outcome)
+        if number is not None:
+            self._ended[ticket] = EndedTicket(number, prompt_tokens, cached_tokens, output_tokens, ok)
+        return Outcome(prompt_tokens, cached_tokens)
+
+    def ended(self, ticket: Ticket | None) -> EndedTicket | None:
+        """What :meth:`finished` was told of a ticket, once."""
+        return None if ticket is None else self._ended.pop(ticket, None)
 
     def cancel(self, ticket: Ticket) -> None:
         if (number := self._numbers.pop(ticket, None)) is not None:
             self._link.tell("cancel", number)
-
-    async def finish_session(self, session: str) -> bool:
-        return bool(await self._link.ask("finish_session", session))
-
-    async def session(self, session: str) -> SessionView | None:
-        return cast("SessionView | None", await self._link.ask("session", session))
 
 
 class RemoteLimits:
@@ -190,15 +181,17 @@ class BlockSizes:
 class RemoteAccount:
     """Finished requests sent to the parent's books; gaps counted here and sent on once a second."""
 
-    def __init__(self, link: Link, keep_document: bool) -> None:
+    def __init__(self, link: Link, placer: RemotePlacer, keep_document: bool) -> None:
         self._link = link
+        self._placer = placer
         self._keep_document = keep_document
         self._itl = Metrics().itl
         self.bytes_per_token = BytesPerToken()
         self.gap = self._itl.observe
 
     def done(self, exchange: Exchange) -> None:
-        self._link.tell("done", to_travel(exchange, keep_document=self._keep_document), len(exchange.body))
+        ended = self._placer.ended(exchange.ticket)
+        self._link.tell("done", to_travel(exchange, keep_document=self._keep_document), len(exchange.body), ended)
 
     def flush(self) -> None:
         """Send the gaps counted since the last time."""
@@ -220,7 +213,7 @@ class RemoteControl:
         self.health = RemoteHealth(link)
         self.regions = RemoteRegions(link)
         self.books = RemoteBooks(link, self)
-        self.account = RemoteAccount(link, keep_document=facts.config.record.file is not None)
+        self.account = RemoteAccount(link, self.placer, keep_document=facts.config.record.file is not None)
         self.fleet = Fleet(facts.config)
         self._block_sizes = BlockSizes()
         self.routers: dict[str, BlockSizes] = {}

@@ -24,6 +24,11 @@ class ApproximateIndex:
         self._names: dict[int, str] = {}
         self._holders: dict[int, int] = {}
 
+    def set_budget(self, budget_bytes: int) -> None:
+        """Take a new bound; what is above it goes at once."""
+        self._budget_blocks = max(1, budget_bytes // BYTES_PER_BLOCK)
+        self._shrink()
+
     def set_place(self, place: str, kv_tokens: int | None) -> None:
         """A place joined, or its capacity (tokens) became known."""
         self._kv_tokens[place] = kv_tokens or self._default_kv_tokens

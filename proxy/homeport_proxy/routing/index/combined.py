@@ -18,6 +18,10 @@ class PrefixIndex:
         self._exact = ExactIndex()
         self._tokenised: set[str] = set()
 
+    def set_budget(self, budget_bytes: int) -> None:
+        """Take a new bound for the approximate index; what is above it goes at once."""
+        self._approximate.set_budget(budget_bytes)
+
     def set_place(self, place: str, kv_tokens: int | None) -> None:
         """A place joined, or its capacity (tokens) became known."""
         self._approximate.set_place(place, kv_tokens)
