@@ -99,8 +99,8 @@ def _records(engine: Engine) -> Sequence[Record | Seen]:
 
 
 @asynccontextmanager
-async def fleet(folder: Path, engines: Sequence[Engine]) -> AsyncIterator[Fleet]:
-    """Engines in this process, the proxy in its own; both are gone afterwards."""
+async def fleet(folder: Path, engines: Sequence[Engine], **more: Any) -> AsyncIterator[Fleet]:
+    """Engines in this process, the proxy in its own; both are gone afterwards. ``more``: sections of its file."""
     async with AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine)
@@ -111,6 +111,7 @@ async def fleet(folder: Path, engines: Sequence[Engine]) -> AsyncIterator[Fleet]
             "region": "local",
             "models": [{"name": "demo-model", "aliases": ["claude-*"]}],
             "regions": {"local": {"defaults": {"engine": kind}, "backends": backends}},
+            **more,
         }
         path = folder / "homeport.yaml"
         path.write_text(json.dumps(config))

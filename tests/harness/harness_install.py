@@ -74,17 +74,30 @@ def plugin() -> Path:
     return PLUGIN
 
 
+def opencode_config() -> Path:
+    """A configuration folder (``XDG_CONFIG_HOME``) with the package that OpenCode else installs anew, at its first start
+    in every home: half of what a run in a new home costs."""
+    version = _version("opencode")
+    home = cache_dir() / f"opencode-config-{version}"
+    package = home / "opencode" / "node_modules" / "@opencode-ai" / "plugin" / "package.json"
+    with _lock(home):
+        if not package.exists():
+            shutil.rmtree(home, ignore_errors=True)
+            _npm(home / "opencode", f"@opencode-ai/plugin@{version}", "--save-exact")
+    return home
+
+
 def _version(name: str) -> str:
     if name == "aider":
         return (HERE / "requirements-aider.txt").read_text().strip().partition("==")[2]
     return str(json.loads((HERE / "package.json").read_text())["dependencies"][PACKAGES[name]])
 
 
-def _npm(home: Path, package: str) -> None:
+def _npm(home: Path, package: str, *flags: str) -> None:
     home.mkdir(parents=True)
     (home / "package.json").write_text('{"private": true}')
     # --force: a newer node comes from npm itself (see `node`), the one that runs npm need not match
-    _run(["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--force", package], home)
+    _run(["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--force", *flags, package], home)
 
 
 def _pip(home: Path) -> None:
@@ -110,5 +123,7 @@ def _lock(home: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or PROGRAMS:
-        print(installed(wanted))
+    for wanted in sys.argv[1:] or (*PROGRAMS, "plugin"):
+        print(plugin() if wanted == "plugin" else installed(wanted))
+        if wanted == "opencode":
+            print(opencode_config())

@@ -83,6 +83,8 @@ class Harness:
     async def environment(self) -> Mapping[str, str]:
         """A clean environment: nothing of the machine's user leaks in, nothing calls out."""
         node = await asyncio.to_thread(harness_install.installed, "node")
+        if self.name == "opencode":
+            self.extra.setdefault("XDG_CONFIG_HOME", str(await asyncio.to_thread(harness_install.opencode_config)))
         return {
             "HOME": str(self.home),
             "PATH": f"{node.parent}:{os.environ['PATH']}",

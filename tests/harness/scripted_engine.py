@@ -50,6 +50,7 @@ SCRIPTS: dict[str, tuple[Step, ...]] = {
     "four": (shell("echo one"), shell("echo two"), shell("echo three"), say("All three are done.")),
     "more": (shell("echo four"), say("Done again.")),
     "long": (*(shell(f"seq 1 {120 + n}") for n in range(6)), say("Counted.")),
+    "bulk": (*(shell(f"seq -f '%040.0f' {n}000 {n}999") for n in range(1, 9)), say("Printed.")),
     "child": (shell("echo child"), shell("echo child again"), say("The child is done.")),
     "family": (agents("child"), shell("echo parent"), say("The family is done.")),
     "crew": (agents(*["child"] * 8, brief_words=4000), shell("echo parent"), say("All eight are done.")),
@@ -254,9 +255,14 @@ class ScriptedEngine:
         assert self._runner is not None
         await self._runner.cleanup()
 
-    def main(self) -> list[Seen]:
-        """The requests that carried tools: the agent's own turns, without titles and summaries."""
-        return [one for one in self.seen if one.body.get("tools")]
+    def main(self, session: str | None = None) -> list[Seen]:
+        """The requests that carried tools: the agent's own turns, without titles and summaries; of one session."""
+        own = [one for one in self.seen if one.body.get("tools")]
+        return [one for one in own if session in (None, one.headers.get("x-session-affinity"))]
+
+    def forget(self) -> None:
+        """Lose everything that was cached."""
+        self._cached.clear()
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()

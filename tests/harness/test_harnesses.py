@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -162,6 +164,30 @@ async def family(at: Fleet) -> tuple[list[dict[str, Any]], list[list[dict[str, A
     decisions = [one["decision"] for requests in (parent, *children) for one in requests]
     assert decisions.count("spill") <= len(decisions) / 4, decisions
     return parent, children
+
+
+@pytest.mark.long
+async def test_a_server_that_joins_codex_late_is_named(tmp_path: Path) -> None:
+    """Codex waits for no MCP server: its tools come in the middle of a session, and the explanation says so."""
+    step = [TOOLS["codex"].run("sleep 3")] * 4
+    script = [{"tool": "exec_command", "sequence": [*step, "Done."]}]
+    recorded = tmp_path / "requests.jsonl"
+    async with fleet(tmp_path, emulators(script), record={"file": str(recorded), "text": True}) as at:
+        harness = Harness("codex", tmp_path / "home", tmp_path / "project", at.url)
+        server = [str(Path(__file__).parent / "mcp_server.py"), "attic", "3", "5"]
+        flags = ["-c", f"mcp_servers.attic.command={json.dumps(sys.executable)}"]
+        flags += ["-c", f"mcp_servers.attic.args={json.dumps(server)}"]
+        done = await harness.run("Look around.", flags=flags)
+        assert done.status == 0, done.err
+        requests = await at.main()
+        assert {one["backend"] for one in requests} == {requests[0]["backend"]}
+        await books_agree(at)
+    homeport = str(Path(sys.prefix) / "bin" / "homeport")
+    told = subprocess.run([homeport, "explain", str(recorded), "--json"], capture_output=True, text=True, check=True)
+    breaks = [one for one in json.loads(told.stdout)["breaks"] if one["reason"] == "tools_added"]
+    assert len(breaks) == 1, told.stdout[-3000:]
+    assert breaks[0]["blame"] == "caller"
+    assert breaks[0]["lost_tokens"] > 1000
 
 
 @pytest.mark.long

@@ -1,4 +1,5 @@
-"""The OpenCode plugin in a real `opencode run`, by the bytes that reach the engine."""
+"""The OpenCode plugin in real `opencode run`s, by the bytes that reach the engine; what one running OpenCode can show
+stands in ``test_opencode_turns``."""
 
 from __future__ import annotations
 
@@ -56,11 +57,8 @@ async def go(harness: Harness, prompt: str, *, resume: str | None = None) -> Non
     assert done.status == 0, done.err
 
 
-WITHOUT = pytest.param(False, marks=pytest.mark.long)
-"""How it is without the plugin: measured for its README, too dear for every run."""
-
-
-@pytest.mark.parametrize("plugin", [WITHOUT, True])
+@pytest.mark.long
+@pytest.mark.parametrize("plugin", [False, True])
 async def test_two_projects_share_system_and_tools(tmp_path: Path, plugin: bool) -> None:
     async with ScriptedEngine() as engine:
         for project in ("lighthouse", "harbour"):
@@ -74,7 +72,8 @@ async def test_two_projects_share_system_and_tools(tmp_path: Path, plugin: bool)
             assert kinds == [("side", False), ("main", True)]
 
 
-@pytest.mark.parametrize("plugin", [WITHOUT, True])
+@pytest.mark.long
+@pytest.mark.parametrize("plugin", [False, True])
 async def test_the_next_day_keeps_tools_and_history(tmp_path: Path, plugin: bool) -> None:
     """A session of four requests, resumed after midnight."""
     async with ScriptedEngine() as engine:
@@ -93,8 +92,9 @@ async def test_the_next_day_keeps_tools_and_history(tmp_path: Path, plugin: bool
             assert _date(last) != _date(resumed)
 
 
-async def test_a_late_server_waits_until_the_cache_is_cold(tmp_path: Path) -> None:
-    """Tools of a server that is gone are still sent, tools of a new one wait, and a cold cache lets both through."""
+@pytest.mark.long
+async def test_a_late_server_waits_until_the_prefix_is_gone(tmp_path: Path) -> None:
+    """Tools of a server that is gone are still sent, tools of a new one wait, until nothing is left to lose."""
 
     def server(name: str, tools: int) -> dict[str, Any]:
         command = [sys.executable, str(HERE / "mcp_server.py"), name, str(tools), "0"]
@@ -107,7 +107,7 @@ async def test_a_late_server_waits_until_the_cache_is_cold(tmp_path: Path) -> No
         assert [name for name in first.tools if name.startswith("attic")] == [f"attic_look_{n}" for n in range(3)]
         session = first.headers["x-session-affinity"]
         swapped = opencode(home, project, engine, mcp={"cellar": server("cellar", 2)})
-        engine.headers["x-homeport-cache"] = "cold"
+        engine.headers["x-homeport-cache"] = "warm; keep=0"
         await go(swapped, "script:hello", resume=session)
         held = engine.main()[-1]
         assert held.tools == first.tools
