@@ -14,7 +14,7 @@ import pytest
 
 from harness import harness_install
 from harness.harness_fleet import Fleet, Tools, delegating, emulators, fleet, working
-from harness.harness_programs import Harness
+from harness.harness_programs import Done, Harness
 from harness.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
@@ -82,46 +82,52 @@ async def books_agree(at: Fleet) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_session_stays_at_home_and_returns(tmp_path: Path, name: str) -> None:
-    async with fleet(tmp_path, emulators(working(TOOLS[name]))) as at:
-        harness = Harness(name, tmp_path / "home", tmp_path / "project", at.url)
-        first = await harness.run("Please do the three steps.")
-        assert first.status == 0, first.err
-        mine = await at.main()
-        assert len(mine) >= 4
-        again = await harness.run("And once more.", resume=True)
-        assert again.status == 0, again.err
-        requests = await at.main()
-        sessions = by_session(requests)
-        # Qwen Code writes its first message anew when it resumes: a new conversation, at the same home by its prefix
-        assert len(sessions) == (2 if name == "qwen" else 1), [(key[:8], len(one)) for key, one in sessions.items()]
-        assert len(requests) >= len(mine) + 2
-        assert {one["backend"] for one in requests} == {requests[0]["backend"]}
-        assert {one["decision"] for one in requests[1:]} <= ({"home", "placed"} if name == "qwen" else {"home"})
-        for one in requests[1:]:
-            assert one["tokens"]["cached"] > 0.9 * one["tokens"]["prompt"], one["tokens"]
-        await books_agree(at)
-        own = [line for line in first.report if line["requests"]]
-        assert [line["session"] for line in own] == [mine[0]["session"]]
-        cached, prompt = own[0]["cached_tokens"], own[0]["prompt_tokens"]
-        assert (cached, prompt) == tuple(sum(one["tokens"][key] for one in mine) for key in ("cached", "prompt"))
-        print(f"{name}: {len(requests)} requests, {cached / prompt:.3f} of the first run's prompt tokens cached")
-
-
-@pytest.mark.parametrize("name", NAMES)
-async def test_two_at_once_do_not_mix(tmp_path: Path, name: str) -> None:
+async def test_two_at_once_stay_at_home_do_not_mix_and_return(tmp_path: Path, name: str) -> None:
     async with fleet(tmp_path, emulators(working(TOOLS[name]))) as at:
         one = Harness(name, tmp_path / "home1", tmp_path / "lighthouse", at.url)
         two = Harness(name, tmp_path / "home2", tmp_path / "harbour", at.url)
         done = await asyncio.gather(one.run("Please do the three steps."), two.run("Do three steps for me."))
-        assert [one.status for one in done] == [0, 0], [one.err for one in done]
+        assert [run.status for run in done] == [0, 0], [run.err for run in done]
         sessions = by_session(await at.main())
         assert len(sessions) == 2
-        for requests in sessions.values():
+        for session, requests in sessions.items():
+            at_home(requests)
             assert len(requests) == 4
-            assert len({one["backend"] for one in requests}) == 1
-            assert [one["decision"] for one in requests] == ["placed", "home", "home", "home"]
+            # each report holds its own session whole, and the other as far as it had come
+            assert summed(requests) in [reported(run, session) for run in done]
+        again = await one.run("And once more.", resume=True)
+        assert again.status == 0, again.err
+        later = by_session(await at.main())
+        # Qwen Code writes its first message anew when it resumes: a new conversation, at the same home by its prefix
+        (resumed,) = [key for key, requests in later.items() if len(requests) != len(sessions.get(key, ()))]
+        assert (resumed in sessions) == (name != "qwen")
+        at_home(later[resumed], warm=name == "qwen")
+        new = later[resumed][len(sessions.get(resumed, ())) :]
+        assert len(new) >= 2
+        assert reported(again, resumed) == summed(new)
         await books_agree(at)
+        count, prompt, cached = summed(sessions[min(sessions)])
+        print(f"{name}: {cached:,} of {prompt:,} prompt tokens cached in {count} requests")
+
+
+def at_home(requests: list[dict[str, Any]], warm: bool = False) -> None:
+    """Placed once, then at home in a cache that has the prompt; ``warm``: so it has at the first request."""
+    assert [one["decision"] for one in requests] == ["placed", *["home"] * (len(requests) - 1)]
+    assert len({one["backend"] for one in requests}) == 1
+    for one in requests if warm else requests[1:]:
+        assert one["tokens"]["cached"] > 0.9 * one["tokens"]["prompt"], one["tokens"]
+
+
+def summed(requests: list[dict[str, Any]]) -> tuple[int, int, int]:
+    """Requests, prompt tokens and cached tokens of a session."""
+    prompt, cached = (sum(one["tokens"][kind] for one in requests) for kind in ("prompt", "cached"))
+    return len(requests), prompt, cached
+
+
+def reported(run: Done, session: str) -> tuple[int, int, int]:
+    """The same as `homeport wrap` told it."""
+    (line,) = [line for line in run.report if line["session"] == session]
+    return line["requests"], line["prompt_tokens"], line["cached_tokens"]
 
 
 async def test_sub_agents_are_sticky_and_name_their_parent(tmp_path: Path) -> None:
