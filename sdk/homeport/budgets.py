@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 import time
 from collections.abc import Callable
@@ -12,8 +11,6 @@ from decimal import Decimal
 from typing import Literal
 
 from homeport.ledger_store import where
-
-_log = logging.getLogger("homeport.ledger")
 
 Period = Literal["day", "month", "total"]
 
@@ -42,7 +39,8 @@ class Spending:
         self._spent = Decimal(0)
         self._told = False
 
-    def update(self, connection: sqlite3.Connection) -> None:
+    def update(self, connection: sqlite3.Connection) -> bool:
+        """Add what is new; whether the limit is now reached and nobody was told this period."""
         budget = self._budget
         since, period = period_of(budget.period, time.time())
         if period != self._period:
@@ -53,12 +51,12 @@ class Spending:
         spent, seen = connection.execute(query, [*values, self._seen]).fetchone()
         self._seen = seen or self._seen
         self._spent += Decimal(spent or 0)
-        if self._spent >= budget.limit_usd and not self._told:
-            self._told = True
-            try:
-                budget.callback(budget, self._spent)
-            except Exception:
-                _log.exception("ledger: a budget's callback failed")
+        return self._spent >= budget.limit_usd and not self._told
+
+    def tell(self) -> None:
+        """Call back, once a period, whatever comes of it."""
+        self._told = True
+        self._budget.callback(self._budget, self._spent)
 
 
 def period_of(period: Period, now: float) -> tuple[float | None, str]:

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from homeport import ledger_store as store
+from homeport.books import COLUMNS, Entry, Totals
 from homeport.budgets import Budget, Spending
-from homeport.ledger_store import COLUMNS, GROUPS, Entry, GroupBy, Totals
+from homeport.ledger_store import GROUPS, GroupBy
 from homeport.prices import PriceBook
 from homeport.usage import Usage
 
@@ -315,6 +316,8 @@ class Ledger:
                 self.error = f"{type(error).__name__}: {error}"
                 self.dropped_rows += len(batch)
                 _log.warning("ledger: %d lines could not be written: %s", len(batch), self.error)
+            else:
+                self._watch(batch)
             if mark is not None and mark.last:
                 with _between_forks:
                     self._put_down()
@@ -337,14 +340,29 @@ class Ledger:
         return batch, None
 
     def _store(self, batch: Sequence[Entry]) -> None:
-        if not batch:
-            return
+        if batch:
+            with self._writable() as connection:
+                store.insert(connection, batch, self._max_rows, self._max_bytes)
+
+    def _watch(self, batch: Sequence[Entry]) -> None:
+        """See whether the batch reached a budget. A callback is called with nothing held: it may fork, or use this
+        ledger."""
         with self._lock:
-            budgets = list(self._budgets)
+            budgets = list(self._budgets) if batch else []
+        for spending in budgets:
+            try:
+                with self._writable() as connection:
+                    reached = spending.update(connection)
+                if reached:
+                    spending.tell()
+            except Exception:  # the lines are stored all the same
+                _log.exception("ledger: a budget failed")
+
+    @contextlib.contextmanager
+    def _writable(self) -> Iterator[sqlite3.Connection]:
+        """The writer's connection, which no fork closes meanwhile."""
         with self._gate, _between_forks:
             connection = self._memory or self._writing
             if connection is None:
                 connection = self._writing = store.connect(self.path)
-            store.insert(connection, batch, self._max_rows, self._max_bytes)
-            for spending in budgets:
-                spending.update(connection)
+            yield connection

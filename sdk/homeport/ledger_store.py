@@ -6,109 +6,17 @@ import contextlib
 import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
+
+from homeport.books import COLUMNS, Entry, Totals, Value, plain
 
 _log = logging.getLogger("homeport.ledger")
 
-COLUMNS = (
-    "ts",
-    "tenant",
-    "session",
-    "request_id",
-    "model",
-    "backend",
-    "input_tokens",
-    "cached_tokens",
-    "cache_write_tokens",
-    "output_tokens",
-    "cost_usd",
-    "saved_usd",
-    "cause",
-    "lost_tokens",
-)
-"""The columns of a line, in order; CSV and JSON lines carry the same names."""
-
 GroupBy = Literal["tenant", "model", "day", "session", "backend", "cause"]
 """What totals can be grouped by; ``day`` is the UTC date."""
-
-Value: TypeAlias = float | str | int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One request. ``input_tokens`` is the whole prompt; ``saved_usd`` compares with no cache at all; ``cause`` says in
-    one word why ``lost_tokens`` of it were computed again. None: not known, never 0."""
-
-    request_id: str
-    model: str
-    ts: float
-    tenant: str = ""
-    session: str = ""
-    backend: str = ""
-    input_tokens: int | None = None
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
-    output_tokens: int | None = None
-    cost_usd: Decimal | None = None
-    saved_usd: Decimal | None = None
-    cause: str | None = None
-    lost_tokens: int | None = None
-
-    def to_dict(self) -> dict[str, Value]:
-        """The line by column name; dollars as decimal text."""
-        return {name: _plain(getattr(self, name)) for name in COLUMNS}
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over a group of lines. Each is over the lines that know it, and None when none does; the ``*_requests``
-    counts say how many lines do not know their cached tokens (``unreported``) or their cost (``unpriced``).
-    ``measured_input_tokens`` is the input of the lines whose cached count is known."""
-
-    group: dict[str, str | None] = field(default_factory=dict)
-    requests: int = 0
-    input_tokens: int | None = None
-    cached_tokens: int | None = None
-    measured_input_tokens: int | None = None
-    cache_write_tokens: int | None = None
-    output_tokens: int | None = None
-    lost_tokens: int | None = None
-    cost_usd: Decimal | None = None
-    saved_usd: Decimal | None = None
-    unreported_requests: int = 0
-    unpriced_requests: int = 0
-
-    @property
-    def cached_share(self) -> float | None:
-        """Cached / input tokens over the lines that report both, 0 to 1; None when none does."""
-        if not self.measured_input_tokens or self.cached_tokens is None:
-            return None
-        return self.cached_tokens / self.measured_input_tokens
-
-    def to_dict(self) -> dict[str, Value]:
-        """The group's names and values, then the sums; dollars as decimal text."""
-        sums = {name: _plain(getattr(self, name)) for name in _SUMS}
-        return {**self.group, **sums, "cached_share": self.cached_share}
-
-
-_SUMS = (
-    "requests",
-    "input_tokens",
-    "cached_tokens",
-    "measured_input_tokens",
-    "cache_write_tokens",
-    "output_tokens",
-    "lost_tokens",
-    "cost_usd",
-    "saved_usd",
-    "unreported_requests",
-    "unpriced_requests",
-)
-
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS ledger (
@@ -144,19 +52,20 @@ GROUPS: dict[str, str] = {
     "cause": "cause",
 }
 
-_AGGREGATES = """
-    count(*),
-    sum(input_tokens),
-    sum(cached_tokens),
-    sum(CASE WHEN cached_tokens IS NOT NULL THEN input_tokens END),
-    sum(cache_write_tokens),
-    sum(output_tokens),
-    sum(lost_tokens),
-    decimal_sum(cost_usd),
-    decimal_sum(saved_usd),
-    count(*) - count(cached_tokens),
-    count(*) - count(cost_usd)
-"""
+_AGGREGATES = {
+    "requests": "count(*)",
+    "input_tokens": "sum(input_tokens)",
+    "cached_tokens": "sum(cached_tokens)",
+    "measured_input_tokens": "sum(CASE WHEN cached_tokens IS NOT NULL THEN input_tokens END)",
+    "cache_write_tokens": "sum(cache_write_tokens)",
+    "output_tokens": "sum(output_tokens)",
+    "lost_tokens": "sum(lost_tokens)",
+    "cost_usd": "decimal_sum(cost_usd)",
+    "saved_usd": "decimal_sum(saved_usd)",
+    "unreported_requests": "count(*) - count(cached_tokens)",
+    "unpriced_requests": "count(*) - count(cost_usd)",
+}
+"""How each of the totals is asked for."""
 
 
 class _DecimalSum:
@@ -195,7 +104,7 @@ def insert(connection: sqlite3.Connection, entries: Sequence[Entry], max_rows: i
     """Add lines in one transaction, leaving out request ids that are there already, and prune what is too much."""
     with connection:
         connection.execute("BEGIN IMMEDIATE")
-        connection.executemany(_INSERT, [[_plain(getattr(entry, name)) for name in COLUMNS] for entry in entries])
+        connection.executemany(_INSERT, [[plain(getattr(entry, name)) for name in COLUMNS] for entry in entries])
         _prune(connection, max_rows, max_bytes)
 
 
@@ -235,7 +144,7 @@ def totals(
 ) -> list[Totals]:
     """Sums by group, in the order of the groups' values."""
     groups = ", ".join(GROUPS[name] for name in by)
-    query = f"SELECT {groups + ', ' if by else ''}{_AGGREGATES} FROM ledger{condition}"
+    query = f"SELECT {groups + ', ' if by else ''}{', '.join(_AGGREGATES.values())} FROM ledger{condition}"
     query += f" GROUP BY {groups} ORDER BY {groups}" if by else ""
     return [_totals_of(by, row) for row in connection.execute(query, values)]
 
@@ -274,12 +183,6 @@ def where(
     return (" WHERE " + " AND ".join(term for term, _ in given) if given else ""), [value for _, value in given]
 
 
-def _plain(value: object) -> Value:
-    if isinstance(value, Decimal):
-        return format(value, "f")
-    return value if isinstance(value, (str, int, float)) else None
-
-
 def _entry_of(row: Sequence[Value]) -> Entry:
     """A row of all columns as the line it came from."""
     fields = dict(zip(COLUMNS, row, strict=True))
@@ -300,10 +203,10 @@ def _totals_of(by: Sequence[GroupBy], row: Sequence[Value]) -> Totals:
     group: dict[str, str | None] = {
         name: None if value is None else str(value) for name, value in zip(by, row, strict=False)
     }
-    sums = dict(zip(_SUMS, row[len(by) :], strict=True))
+    sums = dict(zip(_AGGREGATES, row[len(by) :], strict=True))
     dollars = {name: _dollars(sums.pop(name)) for name in ("cost_usd", "saved_usd")}
     counts = {name: _whole(value) for name, value in sums.items()}
-    return Totals(group, **counts, **dollars)  # type: ignore[arg-type]  # the names are the fields' own
+    return Totals(group=group, **counts, **dollars)  # type: ignore[arg-type]  # the names are the fields' own
 
 
 def _whole(value: Value) -> int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TypeAlias
 
+from homeport.books import SUMS, Entry, Sums, plain, total, total_usd
 from homeport.breaks import HINTS, CacheBreak, Reason
-from homeport.ledger import Entry, Ledger
+from homeport.ledger import Ledger
 from homeport.prices import PriceBook, loss_of
 from homeport.usage import Usage
 
@@ -46,32 +47,19 @@ class BreakLine:
             "turn": self.turn,
             "cause": self.cause,
             "lost_tokens": self.lost_tokens,
-            "cost_usd": _decimal_text(self.cost_usd),
+            "cost_usd": plain(self.cost_usd),
             "pointer": self.pointer,
             "hint": self.hint,
         }
 
 
-@dataclass(frozen=True, slots=True)
-class SessionReport:
-    """One session's books. Sums are over the requests that know the figure and None when none does.
-
-    ``unreported_requests``: how many did not report their cached tokens; ``unpriced_requests``: how many have no known
-    price. ``saved_usd`` compares with no cache at all. ``losses``: by cause, the dearest first; ``breaks``: the newest
-    256, oldest first. ``str()`` is a table to read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionReport(Sums):
+    """One session's books. ``losses``: by cause, the dearest first; ``breaks``: the newest 256, oldest first. ``str()``
+    is a table to read.
     """
 
     session: str
-    requests: int = 0
-    input_tokens: int | None = None
-    cached_tokens: int | None = None
-    measured_input_tokens: int | None = None
-    cache_write_tokens: int | None = None
-    output_tokens: int | None = None
-    cost_usd: Decimal | None = None
-    saved_usd: Decimal | None = None
-    unreported_requests: int = 0
-    unpriced_requests: int = 0
     losses: tuple[Loss, ...] = ()
     breaks: tuple[BreakLine, ...] = ()
 
@@ -84,23 +72,16 @@ class SessionReport:
         return tally.report()
 
     @property
-    def cached_share(self) -> float | None:
-        """Cached / input tokens over the requests that report both, 0 to 1; None when none does."""
-        if not self.measured_input_tokens or self.cached_tokens is None:
-            return None
-        return self.cached_tokens / self.measured_input_tokens
-
-    @property
     def lost_tokens(self) -> int | None:
         """Tokens computed again through breaks; None when not known of any, 0 when the cache was measured and nothing
         was lost."""
-        return 0 if self._nothing_lost else _sum(loss.lost_tokens for loss in self.losses)
+        return 0 if self._nothing_lost else total(loss.lost_tokens for loss in self.losses)
 
     @property
     def lost_usd(self) -> Decimal | None:
         """What the breaks cost, in US dollars; None when not known of any, 0 when the cache was measured and nothing
         was lost."""
-        return Decimal(0) if self._nothing_lost else _sum_dollars(loss.cost_usd for loss in self.losses)
+        return Decimal(0) if self._nothing_lost else total_usd(loss.cost_usd for loss in self.losses)
 
     @property
     def _nothing_lost(self) -> bool:
@@ -113,26 +94,16 @@ class SessionReport:
                 "cause": loss.cause,
                 "count": loss.count,
                 "lost_tokens": loss.lost_tokens,
-                "cost_usd": _decimal_text(loss.cost_usd),
+                "cost_usd": plain(loss.cost_usd),
             }
             for loss in self.losses
         ]
         breaks: list[Json] = [line.to_dict() for line in self.breaks]
         return {
             "session": self.session,
-            "requests": self.requests,
-            "input_tokens": self.input_tokens,
-            "cached_tokens": self.cached_tokens,
-            "measured_input_tokens": self.measured_input_tokens,
-            "cache_write_tokens": self.cache_write_tokens,
-            "output_tokens": self.output_tokens,
-            "cached_share": self.cached_share,
-            "cost_usd": _decimal_text(self.cost_usd),
-            "saved_usd": _decimal_text(self.saved_usd),
+            **self.sums(),
             "lost_tokens": self.lost_tokens,
-            "lost_usd": _decimal_text(self.lost_usd),
-            "unreported_requests": self.unreported_requests,
-            "unpriced_requests": self.unpriced_requests,
+            "lost_usd": plain(self.lost_usd),
             "losses": losses,
             "breaks": breaks,
         }
@@ -165,32 +136,15 @@ class SessionTally:
     """Adds up a session as it goes, in bounded memory: sums, losses by cause, and the newest 256 breaks."""
 
     session: str
-    _report: SessionReport = field(init=False)
+    _sums: Sums = field(init=False, default_factory=Sums)
     _losses: dict[str, Loss] = field(init=False, default_factory=dict)
     _breaks: deque[BreakLine] = field(init=False, default_factory=lambda: deque(maxlen=_KEPT_BREAKS))
-
-    def __post_init__(self) -> None:
-        self._report = SessionReport(self.session)
 
     def add(self, entry: Entry, breaks: Sequence[CacheBreak] = (), *, lost_usd: Decimal | None = None) -> None:
         """Count one request and the breaks found in it; without ``breaks``, the line's own cause counts, at
         ``lost_usd``."""
-        before = self._report
-        measured = entry.input_tokens if entry.cached_tokens is not None else None
-        self._report = SessionReport(
-            session=self.session,
-            requests=before.requests + 1,
-            input_tokens=_sum((before.input_tokens, entry.input_tokens)),
-            cached_tokens=_sum((before.cached_tokens, entry.cached_tokens)),
-            measured_input_tokens=_sum((before.measured_input_tokens, measured)),
-            cache_write_tokens=_sum((before.cache_write_tokens, entry.cache_write_tokens)),
-            output_tokens=_sum((before.output_tokens, entry.output_tokens)),
-            cost_usd=_sum_dollars((before.cost_usd, entry.cost_usd)),
-            saved_usd=_sum_dollars((before.saved_usd, entry.saved_usd)),
-            unreported_requests=before.unreported_requests + (entry.cached_tokens is None),
-            unpriced_requests=before.unpriced_requests + (entry.cost_usd is None),
-        )
-        turn = self._report.requests
+        self._sums = self._sums.plus(entry)
+        turn = self._sums.requests
         for one in breaks:
             if one.reason is Reason.COLD_START:
                 continue  # a first request has nothing to lose
@@ -203,8 +157,8 @@ class SessionTally:
         by_cost = sorted(
             self._losses.values(), key=lambda loss: (-(loss.cost_usd or 0), -(loss.lost_tokens or 0), loss.cause)
         )
-        totals = {name: getattr(self._report, name) for name in _SUMS}
-        return SessionReport(self.session, **totals, losses=tuple(by_cost), breaks=tuple(self._breaks))
+        sums = {name: getattr(self._sums, name) for name in SUMS}
+        return SessionReport(session=self.session, **sums, losses=tuple(by_cost), breaks=tuple(self._breaks))
 
     def _lose(self, line: BreakLine) -> None:
         self._breaks.append(line)
@@ -212,8 +166,8 @@ class SessionTally:
         self._losses[line.cause] = Loss(
             line.cause,
             before.count + 1,
-            _sum((before.lost_tokens, line.lost_tokens)),
-            _sum_dollars((before.cost_usd, line.cost_usd)),
+            total((before.lost_tokens, line.lost_tokens)),
+            total_usd((before.cost_usd, line.cost_usd)),
         )
 
 
@@ -228,34 +182,6 @@ def _lost_usd(entry: Entry, prices: PriceBook | None) -> Decimal | None:
 
 def _hint(cause: str) -> str:
     return HINTS[Reason(cause)] if cause in Reason._value2member_map_ else ""
-
-
-_SUMS = (
-    "requests",
-    "input_tokens",
-    "cached_tokens",
-    "measured_input_tokens",
-    "cache_write_tokens",
-    "output_tokens",
-    "cost_usd",
-    "saved_usd",
-    "unreported_requests",
-    "unpriced_requests",
-)
-
-
-def _sum(counts: Iterable[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
-
-
-def _sum_dollars(amounts: Iterable[Decimal | None]) -> Decimal | None:
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known, Decimal(0)) if known else None
-
-
-def _decimal_text(amount: Decimal | None) -> str | None:
-    return None if amount is None else format(amount, "f")
 
 
 def _number(count: int | None) -> str:

@@ -336,6 +336,41 @@ class TestBudgets:
             assert ledger.error is None
         assert "no pager" in caplog.text
 
+    def test_a_callback_may_use_the_ledger_it_watches(self, tmp_path: Path) -> None:
+        seen: list[int] = []
+        path = tmp_path / "l.sqlite"
+        with Ledger(path, prices=PRICES) as ledger:
+            ledger.add_budget(Budget(Decimal(0), lambda *_: seen.append(len(Ledger(path).rows()))))
+            ledger.record(USAGE, model="m")
+            assert ledger.flush()
+        assert seen == [1]
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+    @pytest.mark.parametrize("place", ["l.sqlite", None])
+    def test_a_callback_may_fork(self, tmp_path: Path, place: str | None) -> None:
+        """A fork closes the writer's connection: the batch is stored all the same, and counted so, twice over."""
+        forking = f"""
+import os
+from decimal import Decimal
+from homeport.ledger import Budget, Ledger
+from homeport.usage import Usage
+def fork(*_):
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+budgets = [Budget(Decimal(0), fork), Budget(Decimal(0), fork)]
+ledger = Ledger({place!r}, budgets=budgets)
+for name in ("1", "2"):
+    ledger.record(Usage(1, 0, None, 1), model="m", request_id=name)
+    ledger.flush()
+print(len(ledger.rows()), ledger.dropped_rows, ledger.error)
+ledger.close()
+"""
+        command = [sys.executable, "-W", "ignore", "-c", forking]
+        done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True, cwd=tmp_path)
+        assert done.stdout == "2 0 None\n", done.stderr
+
 
 def test_threads_share_a_ledger() -> None:
     with Ledger() as ledger:
