@@ -82,7 +82,7 @@ def main() -> None:
     following = Incremental(block_chars=512)
 
     def cold() -> object:
-        fingerprint._cached_tool_text.cache_clear()
+        fingerprint._tool_texts.cache_clear()
         return segments("chat", body)
 
     def next_turn() -> object:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from homeport.ledger import Ledger
     from homeport.prices import PriceBook
     from homeport.report import SessionReport
-    from homeport.runtime import configure, finish, report
+    from homeport.runtime import configure, finish, free_moment, report
     from homeport.session import Session, affinity_id, current, session
     from homeport.stabilise import Change, Plan, State, stabilise
     from homeport.transport import async_transport, attach, transport
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "Blame": "breaks", "CacheBreak": "breaks", "Reason": "breaks", "explain": "explain", "failures": "failures",
     "Ledger": "ledger", "PriceBook": "prices", "SessionReport": "report", "configure": "runtime", "finish": "runtime",
-    "report": "runtime", "Session": "session", "affinity_id": "session", "current": "session", "session": "session",
-    "Change": "stabilise", "Plan": "stabilise", "State": "stabilise", "stabilise": "stabilise",
-    "async_transport": "transport", "attach": "transport", "transport": "transport", "Usage": "usage",
-    "volatile": "volatile",
+    "free_moment": "runtime", "report": "runtime", "Session": "session", "affinity_id": "session",
+    "current": "session", "session": "session", "Change": "stabilise", "Plan": "stabilise", "State": "stabilise",
+    "stabilise": "stabilise", "async_transport": "transport", "attach": "transport", "transport": "transport",
+    "Usage": "usage", "volatile": "volatile",
 }  # fmt: skip
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "explain",
     "failures",
     "finish",
+    "free_moment",
     "report",
     "session",
     "stabilise",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from homeport import profiles
 from homeport.fingerprint import Api, JsonValue, Segment, identity, segments
+from homeport.moments import keep_of
 from homeport.providers import CALLER_HEADERS, CALLER_KEYS, PARENT_HEADER, Provider, names_session, provider_for
 from homeport.runtime import Observation, Proxy, Remembered, now_s, observe, runtime
 from homeport.session import Session, affinity_id, affinity_uuid, current
@@ -60,6 +61,7 @@ class Call:
     url: str
     session: Session
     memory: Remembered
+    document: Document
     body: Body
     size_bytes: int
     hides_usage: bool = False
@@ -90,14 +92,19 @@ def plan(wire: Wire, settings: Settings) -> tuple[Sent, Call] | None:
         return None
     if wire.headers.get("content-encoding", "identity") != "identity":
         return None
+    session = _named_session(wire.headers, settings)
+    before = runtime().unnamed if session is None else runtime().remembered(session).document
     try:
-        document = Document(wire.content.decode("utf-8"))
+        document = Document(wire.content.decode("utf-8"), before)
     except ValueError:
         return None  # not JSON, or not an object: the server will say so
     provider = provider_for(wire.url)
-    session = _session(api, document.body, wire.headers, settings)
+    if session is None:
+        session = _conversation(api, document.body, settings)
+        runtime().unnamed = document
     memory = runtime().remembered(session)
-    call = Call(api, wire.url, session, memory, document.body, len(wire.content), request_headers=wire.headers)
+    size = len(wire.content)
+    call = Call(api, wire.url, session, memory, document, document.body, size, request_headers=wire.headers)
     call.span = span_now()
     if settings.mode == "observe":
         return Sent({}, wire.content), call
@@ -121,14 +128,18 @@ def plan(wire: Wire, settings: Settings) -> tuple[Sent, Call] | None:
 # --- whose request it is ---------------------------------------------------------------------------------------------
 
 
-def _session(api: Api, body: Body, headers: Mapping[str, str], settings: Settings) -> Session:
+def _named_session(headers: Mapping[str, str], settings: Settings) -> Session | None:
+    """The session that the program or the request names; None when nobody says."""
     fixed = settings.session
     opened = current() or (fixed if isinstance(fixed, Session) or fixed is None else fixed())
     if opened is not None:
         return opened
     own = next((headers[name] for name in sorted(CALLER_HEADERS & headers.keys()) if headers[name]), None)
-    if own is not None:
-        return Session(own, namespace=settings.namespace)
+    return None if own is None else Session(own, namespace=settings.namespace)
+
+
+def _conversation(api: Api, body: Body, settings: Settings) -> Session:
+    """The session that the messages belong to."""
     found = identity(api, body, mask=mask, tools=False)
     return Session(runtime().conversations.of(found), namespace=settings.namespace)
 
@@ -138,9 +149,12 @@ def _session(api: Api, body: Body, headers: Mapping[str, str], settings: Setting
 
 def _stable_members(body: Body, call: Call, settings: Settings) -> Body:
     with call.memory.lock:
+        state = call.memory.state
+        if state.frozen and call.memory.is_free:
+            state = replace(state, frozen={})  # the prompt is cold: a clock or a date may be of today again
         stable = stabilise(
             body,
-            call.memory.state,
+            state,
             tool_order=settings.tool_order,
             mcp_tools=mcp_names(),
             rules=_rules(call, settings),
@@ -227,8 +241,9 @@ def _asks_usage(api: Api, body: Body, provider: Provider) -> bool:
 _KEY_HEADERS = ("authorization", "x-api-key")
 
 
-def answered(call: Call, status: int, headers: Mapping[str, str]) -> None:
+def answered(call: Call, headers: Mapping[str, str]) -> None:
     """An answer's head has come."""
+    call.memory.keep_s = keep_of(headers.get("x-homeport-cache"), call.memory.keep_s)
     digest = headers.get("x-homeport-session")
     if digest:
         parts = urlsplit(call.url)
@@ -252,7 +267,7 @@ def finished(
     call.memory.answered_at = now_s()
     # a side request stands beside the conversation: it is compared with nothing, and nothing with it
     beside = call.session.kind == "side"
-    previous = None if beside else runtime().keep_body(call.memory, call.body, call.size_bytes)
+    previous = None if beside else runtime().keep_body(call.memory, call.body, call.document, call.size_bytes)
     usage_attributes(call.span, usage, call.session.affinity, headers)
     observe(
         Observation(

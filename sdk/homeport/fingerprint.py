@@ -16,9 +16,10 @@ import json
 import marshal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import sha256
 from typing import Literal, NamedTuple, TypeAlias
+
+from pydantic_core import to_json
 
 from homeport.templates import FAMILIES, Family, family_of
 
@@ -100,19 +101,38 @@ def segments(api: Api, body: Mapping[str, JsonValue], family: str = "default", *
     found: list[Segment] = []
     digest = _START
     for source in _sources(api, body, resolve(family, api, body)):
-        segment = _segment(source, _text(source, ids), digest)
-        digest = segment.digest
-        found.append(segment)
+        found.append(_segment(source, _text(source, ids), digest))
+        digest = found[-1].digest
     return found
 
 
 def text_blocks(api: Api, body: Mapping[str, JsonValue], block_chars: int = 512, family: str = "default") -> list[int]:
     """Chained 64-bit digests, one per ``block_chars`` characters of the canonical text (the last, partial block left
-    out). Tool-call ids count only where the family is known to render them. Needs ``xxhash`` (extra ``proxy``)."""
+    out), of what an engine renders: see :func:`as_engines_read`; tool-call ids only where the family is known to render
+    them. Needs ``xxhash`` (extra ``proxy``)."""
+    body = as_engines_read(api, body)
     layout = resolve(family, api, body)
     ids = layout.renders_call_ids is True
     text = "".join([_text(source, ids) for source in _sources(api, body, layout)])
     return chain_blocks(text, block_chars, 0)
+
+
+_BILLING = "x-anthropic-billing-header"
+
+
+def as_engines_read(api: Api, body: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """The body without Claude Code's billing block, which vLLM, SGLang and Ollama leave out of the prompt because it
+    differs with every first message and sub-agent; the same object when it has none."""
+    system = body.get("system") if api == "messages" else None
+    if not isinstance(system, list):
+        return body
+    kept = [block for block in system if not _is_billing(block)]
+    return body if len(kept) == len(system) else {**body, "system": kept}
+
+
+def _is_billing(block: JsonValue) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(_BILLING)
 
 
 def identity(
@@ -149,13 +169,22 @@ class Incremental:
     A part of the body that is the same as at the last call, key order and types included, is not rendered and hashed
     again. It keeps digests, no text: about 200 bytes per message, plus the text of less than one block per message
     while ``block_chars`` is set (:attr:`size_bytes`).
+
+    ``frozen``: the caller never changes an object that he has passed. Then what comes again as the very same object is
+    not even read again. The last body's parts are held for that, until :meth:`let_go`.
     """
 
-    def __init__(self, family: str = "default", *, ids: bool = True, block_chars: int | None = None) -> None:
+    def __init__(
+        self, family: str = "default", *, ids: bool = True, block_chars: int | None = None, frozen: bool = False
+    ) -> None:
         self._family = family
         self._ids = ids
         self._block_chars = block_chars
+        self._frozen = frozen
         self._known: list[_Known] = []
+        self._held: list[JsonValue] = []
+        self.read_bytes = 0
+        """UTF-8 bytes of parts that the last call had to look at, rendered or not."""
         self.rendered_bytes = 0
         """UTF-8 bytes rendered by the last call: the new part."""
 
@@ -163,6 +192,10 @@ class Incremental:
     def size_bytes(self) -> int:
         """Memory held, in bytes, roughly."""
         return sum(200 + len(known.rest) + 40 * len(known.blocks) for known in self._known)
+
+    def let_go(self) -> None:
+        """Hold no part of the last body any more; the next call compares by digest."""
+        self._held = []
 
     @property
     def last_digest(self) -> bytes | None:
@@ -183,20 +216,32 @@ class Incremental:
 
     def _follow(self, api: Api, body: Mapping[str, JsonValue]) -> None:
         sources = _sources(api, body, resolve(self._family, api, body))
-        self.rendered_bytes = 0
-        keys = [_identity(source) for source in sources]
+        self.rendered_bytes = self.read_bytes = 0
+        held, self._held = self._held, []  # a fault below leaves nothing held
         same = 0
-        while same < len(keys) and same < len(self._known) and self._known[same].key == keys[same]:
+        while same < len(sources) and self._is_known(same, sources[same], held):
             same += 1
         del self._known[same:]
-        for source, key in zip(sources[same:], keys[same:], strict=True):
-            self._append(source, key)
+        for source in sources[same:]:
+            self._append(source)
+        if self._frozen:
+            self._held = [source[2] for source in sources]
 
-    def _append(self, source: _Source, key: bytes) -> None:
+    def _is_known(self, index: int, source: _Source, held: list[JsonValue]) -> bool:
+        if index >= len(self._known):
+            return False
+        known = self._known[index]
+        if index < len(held) and held[index] is source[2] and source[:2] == known.segment[:2]:
+            return True
+        self.read_bytes += known.segment.size
+        return known.key == _identity(source)
+
+    def _append(self, source: _Source) -> None:
         last = self._known[-1] if self._known else None
         text = _text(source, self._ids)
         segment = _segment(source, text, last.segment.digest if last else _START)
         self.rendered_bytes += segment.size
+        self.read_bytes += segment.size
         blocks: list[int] = []
         rest, chain = (last.rest, last.chain) if last else ("", 0)
         if self._block_chars is not None:
@@ -204,7 +249,7 @@ class Incremental:
             blocks = chain_blocks(rest, self._block_chars, chain)
             chain = blocks[-1] if blocks else chain
             rest = rest[len(blocks) * self._block_chars :]
-        self._known.append(_Known(key, segment, blocks, rest, chain))
+        self._known.append(_Known(_identity(source), segment, blocks, rest, chain))
 
 
 class _Known(NamedTuple):
@@ -231,9 +276,8 @@ def _local_digest(data: bytes) -> bytes:
 
 def _segment(source: _Source, text: str, before: bytes) -> Segment:
     encoded = text.encode("utf-8", "surrogatepass")
-    digest = sha256(before)
-    digest.update(encoded)
-    return Segment(source[0], source[1], digest.digest()[:DIGEST_BYTES], len(encoded))
+    # in one call: an update of more than 2 kB takes a lock of its own, which costs as much as the hashing
+    return Segment(source[0], source[1], sha256(before + encoded).digest()[:DIGEST_BYTES], len(encoded))
 
 
 def _digest(data: bytes) -> bytes:
@@ -241,10 +285,13 @@ def _digest(data: bytes) -> bytes:
 
 
 def _text(source: _Source, ids: bool) -> str:
-    runs = source[3](source[2], ids)
-    if len(runs) == 2:  # most messages: a frame and a text
-        return runs[0][1] + runs[1][1]
-    return "".join([text for _, text in runs])
+    value = source[2]
+    if isinstance(value, dict) and source[3] is _message and _BARE.issuperset(value):
+        content = value.get("content")
+        if isinstance(content, str):  # most messages: a frame and a text, and nothing to put together
+            return _frame(value, ids) + content
+    runs = source[3](value, ids)
+    return runs[0][1] if len(runs) == 1 else "".join([text for _, text in runs])
 
 
 def chain_blocks(text: str, block_chars: int, chain: int = 0) -> list[int]:
@@ -262,8 +309,6 @@ def chain_blocks(text: str, block_chars: int, chain: int = 0) -> list[int]:
 
 
 # --- the order of a prompt -------------------------------------------------------------------------------------------
-
-_SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
 def _sources(api: Api, body: Mapping[str, JsonValue], layout: Family) -> list[_Source]:
@@ -297,25 +342,27 @@ def _conversation(api: Api, body: Mapping[str, JsonValue]) -> tuple[list[_Source
         return head, [("message:user", f"/{name}", history, _bare_user)]
     messages: list[_Source] = []
     for index, message in enumerate(_listed(history)):
-        role = _role(message)
+        kind = _kind(message)
         pointer = f"/{name}/{index}"
-        if role == "system" and not messages:
+        if kind == "message:system" and not messages:
             head.append(("system", pointer, message, _message))
         else:
-            messages.append((f"message:{role}", pointer, message, _message))
+            messages.append((kind, pointer, message, _message))
     return head, messages
 
 
-def _role(message: JsonValue) -> str:
-    if not isinstance(message, dict):
-        return "user"
-    role = message.get("role")
-    if isinstance(role, str):
-        return "system" if role in _SYSTEM_ROLES else role
-    kind = message.get("type")
-    if not isinstance(kind, str):
-        return "user"
-    return "tool" if kind.endswith(("_output", "_response")) else "assistant"
+_KINDS = {role: f"message:{role}" for role in ("user", "assistant", "tool", "system")} | {"developer": "message:system"}
+
+
+def _kind(message: JsonValue) -> str:
+    if isinstance(message, dict):
+        role = message.get("role")
+        if isinstance(role, str):
+            return _KINDS.get(role) or f"message:{role}"
+        kind = message.get("type")
+        if isinstance(kind, str):
+            return "message:tool" if kind.endswith(("_output", "_response")) else "message:assistant"
+    return "message:user"
 
 
 def _system_sources(system: JsonValue, pointer: str) -> list[_Source]:
@@ -367,11 +414,24 @@ def _prompt_sources(body: Mapping[str, JsonValue]) -> list[_Source]:
 
 # --- the text of one part --------------------------------------------------------------------------------------------
 
-_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+
+_write = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 _encode_sorted = json.JSONEncoder(
     ensure_ascii=False, check_circular=False, separators=(",", ":"), sort_keys=True
 ).encode
+
+
+def _encode(value: JsonValue) -> str:
+    """A value as JSON, keys in their own order, by the writer that pydantic brings along: three times as fast as the
+    standard library's, which takes the rest (half a surrogate pair, 255 levels)."""
+    try:
+        return to_json(value).decode()
+    except ValueError:
+        return _write(value)
+
+
 _SCHEMA_NAMES = ("parameters", "input_schema", "inputSchema")
+_NAMED = frozenset({"name", "description", "cache_control", "function", *_SCHEMA_NAMES})
 
 
 def _prompt(value: JsonValue, ids: bool) -> _Runs:
@@ -386,28 +446,11 @@ def _param(value: JsonValue, ids: bool) -> _Runs:
 
 
 def _tool(value: JsonValue, ids: bool) -> _Runs:
-    return [("", _tool_text(value, False))]
+    return [("", "\n<tool>" + _definition(value, _encode))]
 
 
 def _sorted_tool(value: JsonValue, ids: bool) -> _Runs:
-    return [("", _tool_text(value, True))]
-
-
-def _tool_text(tool: JsonValue, sort: bool) -> str:
-    packed = marshal.dumps(tool, 2)
-    if len(packed) > _CACHED_TOOL_BYTES:
-        return _unpacked_tool_text(packed, sort)
-    return _cached_tool_text(packed, sort)
-
-
-def _unpacked_tool_text(packed: bytes, sort: bool) -> str:
-    return f"\n<tool>{_definition(marshal.loads(packed), _encode_sorted if sort else _encode)}"
-
-
-# the same definitions come with every request of every session, and writing them as JSON is most of a fingerprint's
-# cost; at most 512 definitions of 16 kB, that is 16 MiB with their text
-_CACHED_TOOL_BYTES = 16_384
-_cached_tool_text = lru_cache(maxsize=512)(_unpacked_tool_text)
+    return [("", "\n<tool>" + _definition(value, _encode_sorted))]
 
 
 def _definition(tool: JsonValue, encode: Callable[[JsonValue], str]) -> str:
@@ -423,13 +466,11 @@ def _definition(tool: JsonValue, encode: Callable[[JsonValue], str]) -> str:
         key: value
         for source in ((tool, inner) if inner is not tool else (tool,))
         for key, value in source.items()
-        if key not in ("name", "description", "cache_control", "function", *_SCHEMA_NAMES)
-        and not (key == "type" and value in ("function", "custom"))
+        if key not in _NAMED and not (key == "type" and value in ("function", "custom"))
     }
-    name, description = inner.get("name"), inner.get("description")
     schema = next((inner[key] for key in _SCHEMA_NAMES if key in inner), None)
-    text = f'{{"name":{encode(name)},"description":{encode(description)},"parameters":{encode(schema)}'
-    return f"{text},{_encode_sorted(rest)}}}" if rest else f"{text}}}"
+    text = encode({"name": inner.get("name"), "description": inner.get("description"), "parameters": schema})
+    return f"{text[:-1]},{_encode_sorted(rest)}}}" if rest else text
 
 
 def _system(value: JsonValue, ids: bool) -> _Runs:
@@ -469,8 +510,9 @@ def _message(message: JsonValue, ids: bool) -> _Runs:
     return runs
 
 
-# what nearly all messages have and no more
-_PLAIN = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "cache_control"})
+# what nearly all messages have and no more; most have no calls either
+_BARE = frozenset({"role", "content", "tool_call_id", "name", "cache_control"})
+_PLAIN = _BARE | {"tool_calls"}
 
 
 def _rich_message(message: dict[str, JsonValue], ids: bool) -> _Runs:

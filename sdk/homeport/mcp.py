@@ -84,11 +84,12 @@ class McpTool:
 
 class ToolList(Sequence[McpTool]):
     """Tools in their frozen order. ``missing``: servers that have not answered; those of them that were known before
-    keep their tools in the list."""
+    keep their tools in the list. ``held``: model names of tools that wait for a free moment."""
 
-    def __init__(self, tools: Iterable[McpTool] = (), missing: Iterable[str] = ()) -> None:
+    def __init__(self, tools: Iterable[McpTool] = (), missing: Iterable[str] = (), held: Iterable[str] = ()) -> None:
         self._tools = tuple(tools)
         self.missing = tuple(missing)
+        self.held = tuple(held)
         self._by_name = {tool.model_name: tool for tool in self._tools}
 
     @overload
@@ -137,7 +138,10 @@ _remembered: OrderedDict[tuple[str, str], _Slots] = OrderedDict()
 
 
 async def list_tools(
-    sessions: Mapping[str, McpSession] | Iterable[McpSession], *, ready_timeout_s: float = 5.0
+    sessions: Mapping[str, McpSession] | Iterable[McpSession],
+    *,
+    ready_timeout_s: float = 5.0,
+    hold_late: bool = False,
 ) -> ToolList:
     """All tools of all servers, every page, in (server, name) order.
 
@@ -146,6 +150,9 @@ async def list_tools(
     appended when it answers a later call. The order is frozen per open :func:`homeport.session` (per process without
     one): a tool that was away takes its old slot, and a known server that cannot be reached keeps its tools in the
     list, so that a short absence does not change the prompt.
+
+    ``hold_late``: tools that come after the open session's first list wait for a free moment
+    (:func:`homeport.free_moment`), because a longer list breaks the prompt; ``held`` names them.
     """
     if ready_timeout_s <= 0:
         raise ValueError(f"ready_timeout_s must be above 0 seconds, not {ready_timeout_s}")
@@ -155,7 +162,7 @@ async def list_tools(
         async with anyio.create_task_group() as group:
             for server, session in named.items():
                 group.start_soon(_ask, server, session, answers)
-    return _merge(named, answers)
+    return _merge(named, answers, hold_late)
 
 
 def _by_own_name(sessions: Iterable[McpSession]) -> dict[str, McpSession]:
@@ -212,8 +219,9 @@ def _tool(server: str, tool: object) -> McpTool:
     return McpTool(server, str(getattr(tool, "name", "")), getattr(tool, "description", None) or "", schema)
 
 
-def _merge(named: Mapping[str, McpSession], answers: Mapping[str, list[McpTool]]) -> ToolList:
+def _merge(named: Mapping[str, McpSession], answers: Mapping[str, list[McpTool]], hold_late: bool) -> ToolList:
     session = current()
+    holds = hold_late and session is not None and not session.free_moment()
     key = (session.namespace, session.id) if session is not None else ("", "")
     with _lock:
         slots = _remembered.setdefault(key, _Slots())
@@ -223,10 +231,13 @@ def _merge(named: Mapping[str, McpSession], answers: Mapping[str, list[McpTool]]
         slots.answers.update(answers)
         offered = {(tool.server, tool.name): tool for server in named for tool in slots.answers.get(server, ())}
         known = set(slots.order)
-        slots.order += sorted(key for key in offered if key not in known)
+        new = sorted(key for key in offered if key not in known)
+        held = new if holds and known else []
+        slots.order += [] if held else new
         tools = [offered[key] for key in slots.order if key in offered]
     register_names((tool.model_name, tool.server, tool.name) for tool in tools)
-    return ToolList(tools, missing=sorted(server for server in named if server not in answers))
+    missing = sorted(server for server in named if server not in answers)
+    return ToolList(tools, missing, (offered[key].model_name for key in held))
 
 
 def forget() -> None:

@@ -1,8 +1,8 @@
 """What this process knows of its sessions: stabiliser state, the last request, the books. One object, bounded.
 
-Per session it holds the last request body (for the explainer), about 200 bytes per message and a few hundred bytes per
-tool; bodies are bounded to 64 MiB of JSON in all, sessions to 4,096, the longest unused going first. The books are in
-the ledger.
+Per session it holds the last request body (for the explainer) and its text (the next request repeats most of it), about
+200 bytes per message and a few hundred bytes per tool; bodies are bounded to 64 MiB of JSON in all, sessions to 4,096,
+the longest unused going first. The books are in the ledger.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from homeport.explain import explain
 from homeport.failures import failed
 from homeport.fingerprint import Api, Incremental, JsonValue
 from homeport.ledger import Ledger
+from homeport.moments import is_free
 from homeport.prices import PriceBook
 from homeport.report import SessionReport, SessionTally
-from homeport.session import Session, affinity_id
+from homeport.session import Session, affinity_id, current
+from homeport.spans import Document
 from homeport.stabilise import State
 from homeport.templates import family_of
 from homeport.tokens import calibration
@@ -45,10 +47,14 @@ class Remembered:
     """Held while its books are written; never together with the other."""
     state: State = field(default_factory=State)
     body: Body | None = None
+    document: Document | None = None
+    """The body as it came, before anything was changed: the next request repeats most of it."""
     body_bytes: int = 0
     answered_at: float | None = None
     """When the last answer was complete, in Unix seconds."""
-    prompt: Incremental = field(default_factory=Incremental)
+    keep_s: float | None = None
+    """How long the prompt stays warm after an answer, as the proxy said last; None: nobody said."""
+    prompt: Incremental = field(default_factory=lambda: Incremental(frozen=True))
     """Its prompt's segments as of the last answer, digests only."""
     tally: SessionTally = field(init=False)
     input_tokens: int | None = None
@@ -58,6 +64,11 @@ class Remembered:
 
     def __post_init__(self) -> None:
         self.tally = SessionTally(self.session.id)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a change of the prompt would cost nothing now."""
+        return is_free(self.answered_at, self.keep_s, now_s())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,8 @@ class Runtime:
         self._sessions: OrderedDict[tuple[str, str], Remembered] = OrderedDict()
         self._body_bytes = 0
         self.conversations = Conversations()
+        self.unnamed: Document | None = None
+        """The last request of a session that nobody named: most often the next one goes on from it."""
         self._proxies: OrderedDict[tuple[str, str], Proxy] = OrderedDict()
         self._ledger: Ledger | None = None
         self.watchers: list[Callable[[Observation], None]] = []
@@ -136,10 +149,10 @@ class Runtime:
         with self._lock:
             return self._sessions.get((namespace, session_id))
 
-    def keep_body(self, memory: Remembered, body: Body, size_bytes: int) -> Body | None:
+    def keep_body(self, memory: Remembered, body: Body, document: Document, size_bytes: int) -> Body | None:
         """Keep a session's request body and give the one before; forgets the longest unused bodies when full."""
         with self._lock:
-            before, memory.body = memory.body, body
+            before, memory.body, memory.document = memory.body, body, document
             self._body_bytes += size_bytes - memory.body_bytes
             memory.body_bytes = size_bytes
             if self._body_bytes > MAX_BODY_BYTES:
@@ -150,7 +163,8 @@ class Runtime:
         for other in self._sessions.values():
             if other is not newest:
                 self._body_bytes -= other.body_bytes
-                other.body, other.body_bytes = None, 0
+                other.body, other.document, other.body_bytes = None, None, 0
+                other.prompt.let_go()
             if self._body_bytes <= MAX_BODY_BYTES:
                 return
 
@@ -279,6 +293,19 @@ def report(session_id: str | Session, *, namespace: str = "") -> SessionReport:
 
 def _key(session_id: str | Session, namespace: str) -> tuple[str, str]:
     return (session_id.id, session_id.namespace) if isinstance(session_id, Session) else (session_id, namespace)
+
+
+def free_moment(session_id: str | Session | None = None, *, namespace: str = "") -> bool:
+    """Whether a session's prompt may change now at no cost: time to prune, compact, let late tools in.
+
+    ``session_id``: default the session that is open here. True before its first answer, and once the cache behind a
+    Homeport proxy is cold; otherwise, and where no proxy says how long it stays warm, False. A caller that breaks the
+    prompt anyway (a compaction) has a free moment of his own. Raises ValueError when no session is given or open."""
+    wanted = session_id if session_id is not None else current()
+    if wanted is None:
+        raise ValueError("no session is open here: pass the session whose prompt is to change")
+    memory = _runtime.find(*_key(wanted, namespace))
+    return memory is None or memory.is_free
 
 
 def finish(session_id: str | Session, *, namespace: str = "", timeout_s: float = 2.0) -> None:

@@ -84,6 +84,12 @@ class Session:
 
         return report(self.id, namespace=self.namespace)
 
+    def free_moment(self) -> bool:
+        """Whether this session's prompt may change now at no cost (see :func:`homeport.free_moment`)."""
+        from homeport.runtime import free_moment
+
+        return free_moment(self)
+
     def __enter__(self) -> Session:
         _open.set((*_open.get(), self))
         return self

@@ -6,13 +6,14 @@ part is guarded: a fault in reading never touches the bytes, a fault in hiding l
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from homeport.call import Call, finished
+from homeport.call import Call, answered, finished
 from homeport.failures import failed
 from homeport.fingerprint import JsonValue
 from homeport.sse import Frames, data_of
@@ -22,47 +23,107 @@ MAX_ANSWER_BYTES = 8 * 1024 * 1024
 """A non-streamed answer longer than this passes, but its usage is not read."""
 
 
-class _Decoder(Protocol):
+class _Inflater(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-def decoder_for(encoding: str) -> Callable[[bytes], bytes] | None:
-    """A decoder for a content encoding; None for one that cannot be read here."""
-    if encoding in ("", "identity"):
-        return lambda data: data
-    if encoding in ("gzip", "x-gzip"):
-        return _inflater(zlib.MAX_WBITS | 16)
-    if encoding == "deflate":
-        return _inflater(zlib.MAX_WBITS)
-    return None
+Decode: TypeAlias = Callable[[bytes], bytes]
 
 
-def _inflater(bits: int) -> Callable[[bytes], bytes]:
-    inner: _Decoder = zlib.decompressobj(bits)
+def _as_it_is(data: bytes) -> bytes:
+    return data
+
+
+def decoder_for(encoding: str) -> Decode:
+    """A decoder for a content encoding. Raises LookupError that names what to install for one that cannot be read."""
+    make = _DECODERS.get(encoding)
+    if make is None:
+        raise LookupError(f"the answer is encoded as {encoding!r}, which Homeport cannot read: its usage is not known")
+    return make()
+
+
+def _inflater(bits: int) -> Decode:
+    inner: _Inflater = zlib.decompressobj(bits)
     return inner.decompress
 
 
-class Tap:
-    """Sits in one answer's byte stream: :meth:`feed` every chunk, :meth:`end` at its end, :meth:`close` once after."""
+def _brotli() -> Decode:
+    for name, method in (("brotlicffi", "decompress"), ("brotli", "process")):
+        try:
+            decoder = importlib.import_module(name).Decompressor()
+        except ImportError:
+            continue
+        found: Decode = getattr(decoder, method)
+        return found
+    raise LookupError("the answer is encoded as 'br': its usage is read once brotli is there (pip install brotli)")
 
-    def __init__(self, call: Call, status: int, headers: Mapping[str, str]) -> None:
+
+def _zstd() -> Decode:
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError:
+        raise LookupError(
+            "the answer is encoded as 'zstd': its usage is read once zstandard is there (pip install zstandard)"
+        ) from None
+    found: Decode = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True).decompress
+    return found
+
+
+# a client asks for br and zstd only where it can decode them itself, so the library is nearly always there
+_DECODERS: dict[str, Callable[[], Decode]] = {
+    "": lambda: _as_it_is,
+    "identity": lambda: _as_it_is,
+    "gzip": lambda: _inflater(zlib.MAX_WBITS | 16),
+    "x-gzip": lambda: _inflater(zlib.MAX_WBITS | 16),
+    "deflate": lambda: _inflater(zlib.MAX_WBITS),
+    "br": _brotli,
+    "zstd": _zstd,
+}
+
+
+class Tap:
+    """Sits in one answer's byte stream: made before the request is sent, :meth:`begin` with the answer's head,
+    :meth:`feed` every chunk, :meth:`end` at its end, :meth:`close` once after.
+
+    Without a head (a fault on the way to it) it still takes out the usage frame that was asked for."""
+
+    def __init__(self, call: Call) -> None:
         self._call = call
-        self._status = status
-        self._headers = headers
-        self._streams = "text/event-stream" in headers.get("content-type", "")
-        self._decode = decoder_for(headers.get("content-encoding", "").strip().lower())
-        self._meter = UsageMeter(headers=headers)
+        self._status = 200
+        self._headers: Mapping[str, str] = {}
+        self._streams = call.hides_usage
+        self._decode: Decode = _as_it_is
+        self._meter = UsageMeter()
         self._diagnostics: Mapping[str, JsonValue] | None = None
         self._frames = Frames()
         self._answer: list[bytes] | None = []
         self._answer_bytes = 0
         self._ttft_s: float | None = None
         self._closed = False
-        self.hides = call.hides_usage and self._streams and self._decode is not None
+        self.hides = call.hides_usage
         """Whether chunks come out other than they went in: decoded, and without the usage frame."""
-        self._reads = self._decode is not None
+        self._reads = True
         self._frames_whole = True
         """Whether frames can still be told apart, so that one of them can be taken out."""
+
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """The answer's head has come; header names in lower case."""
+        try:
+            answered(self._call, headers)
+        except Exception as error:
+            failed("books", error)
+        if status >= 400:
+            return  # refused: nothing to read, and nobody reads it through this
+        streams = "text/event-stream" in headers.get("content-type", "")
+        meter = UsageMeter(headers=headers)
+        try:
+            decode, reads = decoder_for(headers.get("content-encoding", "").strip().lower()), True
+        except LookupError as error:
+            failed("encoding", error)
+            decode, reads = _as_it_is, False
+        self._status, self._headers, self._meter = status, headers, meter
+        self._streams, self._decode, self._reads = streams, decode, reads
+        self.hides = self._call.hides_usage and streams and reads
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes to pass on for a chunk."""
@@ -70,7 +131,7 @@ class Tap:
             return self._feed_hiding(chunk)
         if self._reads:
             try:
-                self._read(self._decode(chunk) if self._decode else chunk)
+                self._read(self._decode(chunk))
             except Exception as error:
                 self._reads = False
                 failed("stream", error)
@@ -102,7 +163,7 @@ class Tap:
 
     def _feed_hiding(self, chunk: bytes) -> bytes:
         try:
-            data = self._decode(chunk) if self._decode else chunk
+            data = self._decode(chunk)
         except Exception as error:
             failed("hide", error)
             return chunk

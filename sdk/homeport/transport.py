@@ -14,7 +14,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypedDict, TypeVar, cast
 
-from homeport.call import Call, Mode, Settings, Wire, answered, plan
+from homeport.call import Mode, Settings, Wire, plan
 from homeport.failures import failed
 from homeport.profiles import named
 from homeport.session import Session
@@ -105,7 +105,9 @@ class _Wrapped:
     homeport_settings: Settings
     homeport_inner: _Transport
 
-    def _outgoing(self, request: _Request) -> tuple[_Request, Call | None]:
+    def _outgoing(self, request: _Request) -> tuple[_Request, Tap | None]:
+        """The request to send, and what reads its answer: made before it is sent, so that nothing is asked for that
+        could not be taken out again."""
         try:
             content = _content(request)
             if content is None:
@@ -115,34 +117,28 @@ class _Wrapped:
             if planned is None:
                 return request, None
             sent, call = planned
+            tap = Tap(call)
             if not sent.headers and sent.content is content:
-                return request, call
-            return _rebuilt(request, sent.headers, sent.content), call
+                return request, tap
+            return _rebuilt(request, sent.headers, sent.content), tap
         except Exception as error:
             failed("request", error)
             return request, None
 
-    def _incoming(self, call: Call, response: _Response) -> _Response:
+    def _incoming(self, tap: Tap, response: _Response) -> _Response:
         try:
-            if response.status_code < 400:
-                response = _unread(response, type(self).homeport_module)
-            headers = {name.lower(): value for name, value in response.headers.items()}
-            answered(call, response.status_code, headers)
-            if response.status_code >= 400:
-                return response
-            tap = Tap(call, response.status_code, headers)
-            stream = _stream_class(type(self).homeport_module, type(self).homeport_async)(response.stream, tap)
-            if tap.hides:
-                for name in ("content-encoding", "content-length"):
-                    if name in response.headers:
-                        del response.headers[name]
-            response.stream = cast("_ByteStream", stream)
+            response = _begun(tap, response, type(self).homeport_module)
         except Exception as error:
             failed("response", error)
+        if response.status_code < 400:
+            if tap.hides:
+                for name in ("content-encoding", "content-length"):
+                    response.headers.pop(name, None)
+            response.stream = cast("_ByteStream", type(self).homeport_stream(response.stream, tap))
         return response
 
     homeport_module: ModuleType
-    homeport_async: bool
+    homeport_stream: type[_SyncStream] | type[_AsyncStream]
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("homeport_"):
@@ -152,9 +148,9 @@ class _Wrapped:
 
 class _SyncMixin(_Wrapped):
     def handle_request(self, request: _Request) -> _Response:
-        outgoing, call = self._outgoing(request)
+        outgoing, tap = self._outgoing(request)
         response = self.homeport_inner.handle_request(outgoing)
-        return response if call is None else self._incoming(call, response)
+        return response if tap is None else self._incoming(tap, response)
 
     def close(self) -> None:
         self.homeport_inner.close()
@@ -162,9 +158,9 @@ class _SyncMixin(_Wrapped):
 
 class _AsyncMixin(_Wrapped):
     async def handle_async_request(self, request: _Request) -> _Response:
-        outgoing, call = self._outgoing(request)
+        outgoing, tap = self._outgoing(request)
         response = await self.homeport_inner.handle_async_request(outgoing)
-        return response if call is None else self._incoming(call, response)
+        return response if tap is None else self._incoming(tap, response)
 
     async def aclose(self) -> None:
         await self.homeport_inner.aclose()
@@ -185,6 +181,14 @@ def _rebuilt(request: _Request, headers: Mapping[str, str], content: bytes) -> _
     if "transfer-encoding" not in merged:
         merged["content-length"] = str(len(content))
     return type(request)(request.method, request.url, headers=merged, content=content, extensions=request.extensions)
+
+
+def _begun(tap: Tap, response: _Response, module: ModuleType) -> _Response:
+    """The response as it will be read; its head is told to the tap."""
+    if response.status_code < 400:
+        response = _unread(response, module)
+    tap.begin(response.status_code, {name.lower(): value for name, value in response.headers.items()})
+    return response
 
 
 def _unread(response: _Response, module: ModuleType) -> _Response:
@@ -267,7 +271,7 @@ def _stream_class(module: ModuleType, is_async: bool) -> type[_SyncStream] | typ
 def _transport_class(module: ModuleType, is_async: bool) -> type[_Wrapped]:
     mixin: type = _AsyncMixin if is_async else _SyncMixin
     base = module.AsyncBaseTransport if is_async else module.BaseTransport
-    names = {"homeport_module": module, "homeport_async": is_async}
+    names = {"homeport_module": module, "homeport_stream": _stream_class(module, is_async)}
     return cast("type[_Wrapped]", type(f"Homeport{base.__name__}", (mixin, base), names))
 
 

@@ -21,9 +21,10 @@ from homeport.worker import _Job
 from sdk.tiny_server import Answer, Seen, TinyServer, chat, chat_answer, serving
 
 MODULES = (
-    "breaks", "call", "canonical", "conversations", "diagnostics", "explain", "explicit", "fingerprint", "ledger",
-    "mcp_names", "parting", "prices", "profiles", "prompt", "providers", "redaction", "report", "runtime", "session",
-    "spans", "sse", "worker", "stabilise", "tap", "templates", "tokens", "trace", "transport", "usage", "volatile",
+    "books", "breaks", "call", "canonical", "conversations", "diagnostics", "explain", "explicit", "fingerprint",
+    "ledger", "mcp_names", "moments", "parting", "prices", "profiles", "prompt", "providers", "redaction", "report",
+    "runtime", "session", "spans", "sse", "worker", "stabilise", "tap", "templates", "tokens", "trace", "transport",
+    "usage", "volatile",
 )  # fmt: skip
 
 # the guards themselves: each is a try around one call, and hands the caller's own bytes on
@@ -67,6 +68,12 @@ def functions() -> Iterator[tuple[str, object, str, FunctionType]]:
 
 
 ALL = {name: (owner, attribute, function) for name, owner, attribute, function in functions() if name not in GUARDS}
+
+
+# what finds the frame that only Homeport asked for: a fault here lets it pass
+HIDING = {
+    "tap.is_usage_frame", "tap.Tap._feed_hiding", "tap.Tap.feed", "tap._as_it_is", "sse.data_of", "sse.Frames.feed",
+}  # fmt: skip
 
 
 class InjectedError(Exception):
@@ -196,7 +203,8 @@ def test_request_and_answer_survive_a_fault_in(
         for index in range(3):
             # intact, or what a Homeport without a fault sends and hands out
             assert seen[index] in (plain[0][index], sound[0][index]), name
-            assert read[index] in (plain[1][index], sound[1][index], whole[index]), name
+            fits = [plain[1][index], sound[1][index], *([whole[index]] if name in HIDING else [])]
+            assert read[index] in fits, name
         if called:
             assert homeport.failures(), name
 

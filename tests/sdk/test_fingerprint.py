@@ -281,6 +281,40 @@ def test_incremental_renders_only_what_is_new() -> None:
     assert follow.size_bytes < 5_000  # digests, no text
 
 
+def test_incremental_does_not_even_read_frozen_objects_again() -> None:
+    history: list = [{"role": "user", "content": "x" * 1_000} for _ in range(50)]
+    follow = Incremental(frozen=True)
+    follow.segments("chat", {"messages": history})
+    assert follow.read_bytes > 50_000
+    longer = [*history, {"role": "assistant", "content": "y"}]
+    assert follow.segments("chat", {"messages": longer}) == segments("chat", {"messages": longer})
+    assert follow.read_bytes == follow.rendered_bytes < 20
+    follow.let_go()
+    assert follow.segments("chat", {"messages": longer}) == segments("chat", {"messages": longer})
+    assert follow.rendered_bytes == 0 < follow.read_bytes
+
+
+def test_an_object_that_stands_elsewhere_now_is_another_part() -> None:
+    one, two = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
+    follow = Incremental(frozen=True)
+    for messages in ([one, two], [two, one], [two], [one, one, two]):
+        assert follow.segments("chat", {"messages": messages}) == segments("chat", {"messages": messages})
+
+
+def test_incremental_after_a_fault_on_the_way() -> None:
+    deep: object = "x"
+    for _ in range(100_000):
+        deep = [deep]
+    messages: list = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    follow = Incremental(frozen=True)
+    follow.segments("chat", {"messages": messages})
+    with pytest.raises((RecursionError, ValueError)):
+        follow.segments("chat", {"messages": [messages[0], {"role": "user", "content": "c"}, {"content": deep}]})
+    assert follow.segments("chat", {"messages": messages}) == segments("chat", {"messages": messages})
+    while isinstance(deep, list):  # a deep list is taken apart by hand: its own end would be a recursion
+        deep = deep.pop()
+
+
 def test_incremental_sees_key_order_and_types() -> None:
     follow = Incremental()
     for schema in ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"b": 2, "a": True}, {"b": 2, "a": 1.0}):

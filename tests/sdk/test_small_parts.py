@@ -56,6 +56,63 @@ def test_doubled_keys_are_read_as_parsers_do() -> None:
     assert json.loads(document.with_members({"a": 3})) == {"a": 3}
 
 
+REQUESTS = st.fixed_dictionaries(
+    {"messages": st.lists(JSON, max_size=6)}, optional={"tools": st.lists(JSON, max_size=3) | JSON, "x": JSON}
+)
+
+
+@settings(max_examples=150)
+@given(REQUESTS, REQUESTS, st.integers(0, 6), st.sampled_from([None, 1]))
+def test_a_document_after_another_reads_the_same(one: dict, other: dict, kept: int, indent: int | None) -> None:
+    before = Document(json.dumps(one, indent=indent))
+    body = {**other, "messages": one["messages"][:kept] + other["messages"]}
+    text = json.dumps(body, indent=indent)
+    after = Document(text, before)
+    assert json.dumps(after.body, indent=indent) == text
+    edited = {"messages": [*body["messages"], {"new": 1}], "tools": []}
+    assert json.loads(after.with_members(edited)) == {**body, **edited}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('{"messages":[1]}', '{"messages":[12]}'),
+        ('{"messages":[1,2]}', '{"messages":[1,2.5]}'),
+        ('{"messages":[[1],2]}', '{"messages":[[1],23,4]}'),
+        ('{"messages":[{"a":1}]}', '{"messages":[{"a":1} , {"a":2}]}'),
+        ('{"messages":[{"a":1}]}', '{"messages":[{"a":1}]}'),
+        ('{"messages":[{"a":1},{"b":2}]}', '{"messages":[{"a":1}]}'),
+        ('{"messages":[{"a":1}],"x":1}', '{"x":12,"messages":[]}'),
+        ('{"messages":"hi","tools":["a"]}', '{"messages":["hi"],"tools":"a"}'),
+        ('{"tools":[1],"tools":["x"]}', '{"tools":["x"],"tools":[true]}'),
+        ('{"messages":["\u00e9"]}', '{"messages":["\u00e9","\U0001f6a2"]}'),
+    ],
+)
+def test_values_are_taken_over_only_whole(one: str, other: str) -> None:
+    assert Document(other, Document(one)).body == json.loads(other)
+
+
+@pytest.mark.parametrize("bad", ['{"messages":[{"a":1},]}', '{"messages":[{"a":1} {"b":2}]}', '{"messages":[{"a":1}'])
+def test_what_is_no_object_is_refused_after_another_too(bad: str) -> None:
+    with pytest.raises(ValueError):
+        Document(bad, Document('{"messages":[{"a":1}]}'))
+
+
+def test_of_a_longer_conversation_only_the_new_part_is_parsed() -> None:
+    messages = [{"role": "user", "content": "x" * 1_000} for _ in range(100)]
+    before = Document(json.dumps({"messages": messages, "model": "m", "tools": [{"name": "a"}]}))
+    assert before.parsed_chars > 100_000
+    longer = [*messages, {"role": "user", "content": "y"}]
+    after = Document(json.dumps({"messages": longer, "model": "m", "tools": [{"name": "a"}]}), before)
+    assert after.parsed_chars < 50
+    one, other = before.body["messages"], after.body["messages"]
+    assert isinstance(one, list)
+    assert isinstance(other, list)
+    assert all(left is right for left, right in zip(one, other, strict=False))
+    moved = Document(json.dumps({"messages": messages[50:], "model": "m"}), before)
+    assert moved.body["messages"] == messages[50:]
+
+
 @pytest.mark.parametrize(
     "bad", ["", "[]", "3", "{", '{"a"}', '{"a":1,}', '{"a":1} x', "{'a':1}", '{"a":1 "b":2}', "null"]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import openai
 import pytest
 
 import homeport
+import homeport.runtime
 from homeport.session import affinity_id
 from homeport.transport import attach
 from sdk.tiny_server import USAGE, Answer, Seen, chat, chat_answer, chat_chunk, serving, sse
@@ -238,6 +240,58 @@ def test_compressed_answers(encoding: str, stream: bool) -> None:
             assert server.last.headers["accept-encoding"] == "identity"
         else:
             assert answer.json()["usage"] == USAGE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_zstd_is_read_where_the_library_is(stream: bool) -> None:
+    zstandard = pytest.importorskip("zstandard")
+
+    def script(seen: Seen) -> Answer:
+        plain = chat(seen)
+        data = b"".join(zstandard.compress(chunk) for chunk in plain.chunks)  # a frame for each: all are read
+        return Answer([data[:20], data[20:]], headers={**plain.headers, "content-encoding": "zstd"})
+
+    with serving(script) as server, httpx2.Client(verify=False) as client:
+        attach(client, session="s")
+        send(client, f"{server.base_url}/chat/completions", json.dumps({**BODY, "stream": stream}).encode())
+        assert homeport.report("s").cached_tokens == 1024
+        assert homeport.failures() == {}
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "compress"])
+def test_an_encoding_that_cannot_be_read_is_not_reported_and_counted(
+    encoding: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("brotli", "brotlicffi", "zstandard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    data = b"\x0b\x02\x80 whatever"
+
+    def script(seen: Seen) -> Answer:
+        return Answer([data], headers={"content-type": "application/json", "content-encoding": encoding})
+
+    with serving(script) as server, httpx2.Client(verify=False) as client:
+        attach(client, session="s")
+        assert send(client, f"{server.base_url}/chat/completions", json.dumps(BODY).encode()) == data
+        report = homeport.report("s")
+    assert (report.requests, report.cached_tokens, report.unreported_requests) == (1, None, 1)
+    assert homeport.failures() == {"encoding": 1}
+    assert repr(encoding) in caplog.text
+
+
+def test_the_next_turn_parses_only_what_is_new() -> None:
+    """Of a session that is named, and of the one conversation of a client that names none."""
+    messages = [{"role": "user" if index % 2 == 0 else "assistant", "content": "x" * 500} for index in range(40)]
+    for session in ("s", None):
+        with serving(chat) as server, httpx2.Client(verify=False) as client:
+            attach(client, session=session)
+            for count in (37, 39):
+                content = json.dumps({"model": "m", "messages": messages[:count]}).encode()
+                send(client, f"{server.base_url}/chat/completions", content)
+            homeport.runtime.drain()
+            memory = next(reversed(homeport.runtime.runtime()._sessions.values()))
+            assert memory.document is not None
+            assert memory.document.parsed_chars < 1_200 < 18_000 < memory.body_bytes
+            assert memory.prompt.read_bytes < 1_200
 
 
 def test_a_client_that_leaves_early_still_counts() -> None:
