@@ -79,6 +79,15 @@ _APIS: tuple[tuple[str, Api], ...] = (
 )
 
 
+# where each API has its prompt; a request without any is none of that API's
+_PROMPTS: Mapping[Api, tuple[str, ...]] = {
+    "chat": ("messages",),
+    "completions": ("prompt",),
+    "responses": ("input", "instructions", "prompt", "previous_response_id", "conversation"),
+    "messages": ("messages",),
+}
+
+
 def api_of(url: str) -> Api | None:
     """The API that a URL calls; None for anything Homeport has no part in."""
     path = urlsplit(url).path.rstrip("/")
@@ -98,6 +107,8 @@ def plan(wire: Wire, settings: Settings) -> tuple[Sent, Call] | None:
         document = Document(wire.content.decode("utf-8"), before)
     except ValueError:
         return None  # not JSON, or not an object: the server will say so
+    if not any(name in document.body for name in _PROMPTS[api]):
+        return None  # another service's path with the same ending
     provider = provider_for(wire.url)
     if session is None:
         session = _conversation(api, document.body, settings)

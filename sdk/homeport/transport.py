@@ -382,11 +382,8 @@ def async_transport(
 
 # --- finding the HTTP client ------------------------------------------------------------------------------------------
 
-# where SDKs keep their HTTP client, or the client that keeps it
-_PLACES = (
-    "_client", "client", "async_client", "_async_client", "http_client", "_http_client", "root_client",
-    "root_async_client", "sdk_configuration", "_base_client", "openai_client", "_openai_client", "_sync_client",
-)  # fmt: skip
+# beside what is called a client: where SDKs keep what keeps their HTTP client
+_PLACES = frozenset({"sdk_configuration"})
 _MAX_DEPTH = 4
 
 
@@ -404,8 +401,8 @@ def _http_clients(client: object) -> Iterator[tuple[_Client, ModuleType, bool]]:
                 yield cast("_Client", thing), *known
                 continue
             # only what lies in the object: a property might build things
-            members = getattr(thing, "__dict__", {})
-            following += [members[place] for place in _PLACES if members.get(place) is not None]
+            members: Mapping[str, object] = getattr(thing, "__dict__", {})
+            following += [value for name, value in members.items() if "client" in name or name in _PLACES]
         level = following
 
 

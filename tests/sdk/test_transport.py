@@ -294,6 +294,43 @@ def test_the_next_turn_parses_only_what_is_new() -> None:
             assert memory.prompt.read_bytes < 1_200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/threads/t1/messages", {"role": "user", "content": "hi"}),
+        ("/channels/7/messages", {"content": "hi"}),
+        ("/survey/responses", {"answers": [1]}),
+        ("/v1/models", {"messages": []}),
+    ],
+)
+def test_other_services_paths_that_end_alike_are_left_alone(path: str, body: dict) -> None:
+    with serving(chat) as server, httpx2.Client(verify=False) as client:
+        attach(client, session="s")
+        content = json.dumps(body).encode()
+        send(client, f"{server.root}{path}", content)
+        assert server.last.content == content
+        assert "x-session-affinity" not in server.last.headers
+        assert homeport.report("s").requests == 0
+
+
+def test_the_http_client_is_found_where_sdks_keep_it() -> None:
+    class Keeper:
+        """An SDK's client object that keeps another, under its own name for it."""
+
+        def __init__(self, name: str, kept: object) -> None:
+            setattr(self, name, kept)
+
+    for names in (("_client",), ("_api_client", "_httpx_client"), ("_client_wrapper", "httpx_client", "httpx_client")):
+        http = httpx.Client(verify=False)
+        kept: object = http
+        for name in reversed(names):
+            kept = Keeper(name, kept)
+        with serving(chat) as server, http:
+            assert attach(kept, session="s") is kept
+            send(http, f"{server.base_url}/chat/completions", ODD)
+            assert server.last.headers["x-session-affinity"] == affinity_id("", "s")
+
+
 def test_a_client_that_leaves_early_still_counts() -> None:
     with serving(chat) as server:
         client = attach(openai.OpenAI(base_url=server.base_url, api_key="-"), session="s")
