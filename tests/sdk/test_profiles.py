@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from homeport.fingerprint import JsonValue, as_engines_read, segments, text_blocks
 from homeport.profiles import PROFILES
 from homeport.volatile import Declared
 
@@ -81,3 +82,22 @@ def test_text_of_another_form_is_left_alone(name: str, text: str) -> None:
 @pytest.mark.parametrize("host", ["api.anthropic.com", "anthropic.com"])
 def test_its_own_vendor_gets_the_billing_line(host: str) -> None:
     assert not rules("claude-code", host)
+
+
+def claude(*lines: str) -> dict[str, JsonValue]:
+    system: list[JsonValue] = [{"type": "text", "text": text} for text in (*lines, "You keep a harbour. " * 80)]
+    return {"model": "m", "system": system, "messages": [{"role": "user", "content": "Look around."}]}
+
+
+def test_the_billing_line_is_no_part_of_what_an_engine_renders() -> None:
+    """A parent and its sub-agent begin alike in a router's index; an explanation still sees the line."""
+    bare = claude()
+    assert text_blocks("messages", claude(CLAUDE)) == text_blocks("messages", claude(CLAUDE_SUBAGENT))
+    assert text_blocks("messages", claude(CLAUDE)) == text_blocks("messages", bare)
+    assert as_engines_read("messages", bare) is bare
+    assert segments("messages", claude(CLAUDE))[0] != segments("messages", claude(CLAUDE_SUBAGENT))[0]
+
+
+def test_a_prompt_of_another_api_keeps_a_text_that_looks_like_one() -> None:
+    body: dict[str, JsonValue] = {"model": "m", "messages": [{"role": "system", "content": CLAUDE}]}
+    assert as_engines_read("chat", body) is body
