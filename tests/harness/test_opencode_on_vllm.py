@@ -67,7 +67,7 @@ async def up(*options: str) -> AsyncIterator[Up]:
         line = await asyncio.wait_for(process.stdout.readline(), START_S)
         assert line, "`homeport up` ended"
         said = json.loads(line)
-        yield Up(said["proxy"], [one["url"] for one in said["backends"]])
+        yield Up(said["base_url"].removesuffix("/v1"), [one["url"] for one in said["engines"]])
     finally:
         if process.returncode is None:
             os.kill(process.pid, signal.SIGTERM)
