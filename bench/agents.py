@@ -1,8 +1,8 @@
-"""`make bench-agents`: every tau-bench session through SDK, proxy and real engines; report against engine counters.
+"""`make bench-agents`: tau-bench sessions through SDK, proxy and real engines, each set beside the engines' counters.
 
-Starts two aggregated CPU engines with `homeport up`, replays the recorded sessions through ``homeport.attach``, and
-prints for each session what the SDK's report says was cached beside what the engines' own counters say. Then the same
-sessions under round robin without the SDK, so that both hit ratios stand in one run.
+The same sessions run on two mixed engines, on one prefill and two decode engines, on one engine alone, and under round
+robin without affinity. For each session the SDK's report must say what the engines that prefilled it counted; for each
+setup the cached share stands beside the one that a single engine with room for everything would reach.
 """
 
 from __future__ import annotations
@@ -10,91 +10,94 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import urllib.request
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 
 from openai import OpenAI
 
 import homeport
-from bench.tau import Recorded, replay, sessions
+from bench.tau import Books, Engines, OneCache, Recorded, replay, sessions
 from examples.demo import Fleet, fleet
+from homeport.call import Mode
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One session under one policy; sizes in tokens."""
+class Setup:
+    """Engines to start and how clients are attached."""
 
-    policy: str
-    session: str
-    requests: int
-    prompt_tokens: int
-    cached_tokens: int
-    engine_cached_tokens: int
-    backends: int
+    name: str
+    options: tuple[str, ...]
+    mode: Mode = "stabilise"
 
 
-def engine_cached_tokens(urls: Sequence[str]) -> int:
-    """Prompt tokens that the engines took from their own prefix cache since they started."""
-    total = 0
-    for url in urls:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-            for line in answer.read().decode().splitlines():
-                if line.startswith("vllm:prompt_tokens_by_source_total{") and 'source="local_cache_hit"' in line:
-                    total += int(float(line.rpartition(" ")[2]))
-    return total
+SETUPS = (
+    Setup("mixed", ("--mixed", "2")),
+    Setup("split", ("--prefill", "1", "--decode", "2")),
+    Setup("one", ("--mixed", "1")),
+    Setup("round-robin", ("--mixed", "2", "--policy", "round-robin"), "observe"),
+)
 
 
-def run(place: Fleet, policy: str, recorded: Sequence[Recorded], *, attach: bool) -> list[Row]:
-    """Replay the sessions in turn and compare each with the engines' counters."""
-    client = OpenAI(base_url=place.base_url, api_key="-", timeout=600, max_retries=0)
-    if attach:
-        client = homeport.attach(client)
-    rows: list[Row] = []
+def run(place: Fleet, setup: Setup, recorded: Sequence[Recorded]) -> list[Books]:
+    """Replay the sessions one after another."""
+    engines, alone = Engines(place.base_url.removesuffix("/v1")), OneCache()
+    client = homeport.attach(OpenAI(base_url=place.base_url, api_key="-", timeout=600, max_retries=0), mode=setup.mode)
+    found: list[Books] = []
     for session in recorded:
-        before = engine_cached_tokens(place.engines)
-        with homeport.session(f"{policy}/{session.name}"):
-            served = replay(client, place.model, session)
-        row = Row(
-            policy,
-            session.name,
-            len(served),
-            sum(one.prompt_tokens for one in served),
-            sum(one.cached_tokens or 0 for one in served),
-            engine_cached_tokens(place.engines) - before,
-            len({one.backend for one in served}),
+        books = replay(client, place.model, session, engines, alone, name=f"{setup.name}/{session.name}")
+        found.append(books)
+        say(
+            f"{setup.name:<12}{books.session:<12}{books.requests:>4} requests{books.prompt_tokens or 0:>8} prompt"
+            f"{books.cached_tokens or 0:>8} cached{books.engine_cached_tokens:>8} by the engines"
+            f"{books.one_engine_cached_tokens:>8} by one engine{books.backends:>3} backends"
         )
-        rows.append(row)
-        print(
-            f"{row.policy:<12}{row.session:<12}{row.requests:>4} requests{row.prompt_tokens:>8} prompt"
-            f"{row.cached_tokens:>8} cached{row.engine_cached_tokens:>8} by the engines{row.backends:>3} backends",
-            file=sys.stderr,
-            flush=True,
-        )
-    return rows
+    return found
+
+
+def summary(setup: Setup, books: Sequence[Books], took_s: float) -> str:
+    """One setup in one line: cached share, share of what one engine would reach, sessions whose books differ."""
+    prompt = sum(one.engine_prompt_tokens for one in books)
+    cached = sum(one.engine_cached_tokens for one in books)
+    best = sum(one.one_engine_cached_tokens for one in books)
+    wrong = [one.session for one in books if not one.agree]
+    requests = sum(one.requests for one in books)
+    return (
+        f"{setup.name:<12} {len(books)} sessions, {requests} requests, {prompt:,} prompt tokens: {cached / prompt:.1%} "
+        f"cached, {cached / best:.3f} of one engine with room for all ({best / prompt:.1%}); "
+        f"books that differ: {', '.join(wrong) or 'none'}; {took_s:.0f} s"
+    )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sessions", type=int, default=None, help="how many sessions (default: all that fit)")
-    parser.add_argument("--json", action="store_true", help="print every row as JSON")
+    parser.add_argument(
+        "--setups", nargs="+", choices=[setup.name for setup in SETUPS], default=[setup.name for setup in SETUPS]
+    )
+    parser.add_argument("--json", action="store_true", help="print every session's books as JSON")
     args = parser.parse_args()
     recorded = sessions(args.sessions)
-    rows: list[Row] = []
-    for policy, attach in (("cost", True), ("round-robin", False)):
-        with fleet("--mixed", "2", "--policy", policy) as place:
-            rows += run(place, policy, recorded, attach=attach)
+    rows: list[dict[str, object]] = []
+    lines = [f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"]
+    agree = True
+    for setup in (setup for setup in SETUPS if setup.name in args.setups):
+        with fleet(*setup.options) as place:
+            started = time.monotonic()
+            books = run(place, setup, recorded)
+            lines.append(summary(setup, books, time.monotonic() - started))
+        rows += [{"setup": setup.name, **asdict(one)} for one in books]
+        agree = agree and all(one.agree for one in books)
     if args.json:
-        print(json.dumps([asdict(row) for row in rows]))
-    for policy in ("cost", "round-robin"):
-        own = [row for row in rows if row.policy == policy]
-        prompt, cached = sum(row.prompt_tokens for row in own), sum(row.cached_tokens for row in own)
-        wrong = [row.session for row in own if row.cached_tokens != row.engine_cached_tokens]
-        print(
-            f"{policy:<12} {len(own)} sessions, {prompt} prompt tokens, {cached / prompt:.1%} cached", file=sys.stderr
-        )
-        print(f"{'':<12} books that differ from the engines: {', '.join(wrong) or 'none'}", file=sys.stderr)
-    return 0
+        print(json.dumps(rows))
+    for line in lines:
+        say(line)
+    return 0 if agree else 1
 
 
 if __name__ == "__main__":

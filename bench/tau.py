@@ -1,4 +1,4 @@
-"""Real tool-calling sessions (tau-bench, airline) replayed turn by turn through an OpenAI client.
+"""Real tool-calling sessions (tau-bench, airline) replayed turn by turn through an OpenAI client, beside the books.
 
 The recorded assistant messages stand in the history, so each request is what the recorded agent sent; the engine's own
 answer is thrown away after a token or two.
@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from openai import OpenAI
 
+import homeport
+from homeport_engines.vllm import telemetry
+
 TRACE = Path(__file__).parent / "traces" / "tau_airline_sessions.jsonl.gz"
+LOCAL_HIT = "local_cache_hit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +39,70 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """One replayed request. Sizes in tokens; None where the answer did not say."""
+class Books:
+    """One replayed session: what the SDK reports, what the engines that prefilled it count, and what one engine alone
+    would have found cached. Sizes in tokens; None where the SDK was told nothing."""
 
-    prompt_tokens: int
+    session: str
+    requests: int
+    prompt_tokens: int | None
     cached_tokens: int | None
-    backend: str | None
-    prefill_backend: str | None
-    decision: str | None
+    engine_prompt_tokens: int
+    engine_cached_tokens: int
+    one_engine_cached_tokens: int
+    backends: int
+
+    @property
+    def agree(self) -> bool:
+        """Whether the SDK's report and the engines' counters say the same."""
+        mine = (self.prompt_tokens, self.cached_tokens)
+        return mine == (self.engine_prompt_tokens, self.engine_cached_tokens)
+
+
+class OneCache:
+    """What one engine alone, with room for everything, would find cached: whole blocks seen before, and never the whole
+    prompt, because its last token is always computed."""
+
+    def __init__(self, block_tokens: int = 128) -> None:
+        self._block_tokens = block_tokens
+        self._nodes: dict[tuple[int, tuple[int, ...]], int] = {}
+        """A tree: (the block before, this block's tokens) to this block's number; 0 is the root."""
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """Tokens of this prompt found cached; the prompt is cached afterwards."""
+        block = self._block_tokens
+        node = found = 0
+        for end in range(block, len(tokens) + 1, block):
+            key = (node, tuple(tokens[end - block : end]))
+            if key in self._nodes:
+                found = end
+            node = self._nodes.setdefault(key, len(self._nodes) + 1)
+        return min(found, (len(tokens) - 1) // block * block)
+
+
+class Engines:
+    """The engines behind a proxy, asked for their own counters."""
+
+    def __init__(self, proxy_url: str) -> None:
+        self._proxy_url = proxy_url
+        with urllib.request.urlopen(f"{proxy_url}/homeport/v1/status", timeout=30) as answer:
+            regions = json.load(answer)["regions"]
+        self.urls: Mapping[str, str] = {
+            backend["name"]: backend["url"] for region in regions.values() for backend in region["backends"]
+        }
+
+    def by_source(self, name: str) -> Mapping[str, int]:
+        """Prompt tokens of one engine by where their KV came from."""
+        with urllib.request.urlopen(f"{self.urls[name]}/metrics", timeout=30) as answer:
+            return telemetry.read(answer.read().decode())[0].prompt_tokens_by_source
+
+    def tokens(self, model: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The prompt's tokens, as the engine's own template and tokenizer make them."""
+        body = json.dumps({"model": model, "messages": messages}).encode()
+        request = urllib.request.Request(f"{self._proxy_url}/tokenize", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: list[int] = json.load(answer)["tokens"]
+            return found
 
 
 def sessions(count: int | None = None, max_chars: int = 22_000) -> list[Recorded]:
@@ -64,32 +126,43 @@ def _replayable(message: dict[str, Any]) -> dict[str, Any]:
 def replay(
     client: OpenAI,
     model: str,
-    session: Recorded,
+    recorded: Recorded,
+    engines: Engines,
+    alone: OneCache,
     *,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[Served], None] = lambda _: None,
-) -> list[Served]:
-    """Send every prompt of ``session`` in order; ``before`` and ``after`` run around each request."""
-    served: list[Served] = []
-    for prompt in session.prompts():
-        before()
-        raw = client.chat.completions.with_raw_response.create(
-            model=model,
-            messages=prompt,  # type: ignore[arg-type]
-            max_tokens=2,
-            temperature=0,
-        )
-        usage = raw.parse().usage
-        if usage is None:
-            raise RuntimeError("the answer carries no usage")
-        details = usage.prompt_tokens_details
-        one = Served(
-            usage.prompt_tokens,
-            details.cached_tokens if details else None,
-            raw.headers.get("x-homeport-backend"),
-            raw.headers.get("x-homeport-prefill-backend"),
-            raw.headers.get("x-homeport-decision"),
-        )
-        after(one)
-        served.append(one)
-    return served
+    name: str,
+    max_requests: int | None = None,
+) -> Books:
+    """Send the prompts of a recorded session one after another under a Homeport session called ``name``, through an
+    attached client, and set the session's report beside the engines' counters."""
+    prompt_tokens = cached_tokens = best = requests = 0
+    backends: set[str] = set()
+    with homeport.session(name) as session:
+        for prompt in islice(recorded.prompts(), max_requests):
+            best += alone.take(engines.tokens(model, prompt))
+            before = {engine: engines.by_source(engine) for engine in engines.urls}
+            raw = client.chat.completions.with_raw_response.create(
+                model=model,
+                messages=prompt,  # type: ignore[arg-type]
+                max_tokens=2,
+                temperature=0,
+            )
+            requests += 1
+            backends.add(raw.headers["x-homeport-backend"])
+            # the engine that prefilled: its counters say where the prompt came from
+            engine = raw.headers.get("x-homeport-prefill-backend") or raw.headers["x-homeport-backend"]
+            counted = engines.by_source(engine)
+            risen = {source: count - before[engine].get(source, 0) for source, count in counted.items()}
+            prompt_tokens += sum(risen.values())
+            cached_tokens += risen.get(LOCAL_HIT, 0)
+    report = session.report()
+    return Books(
+        recorded.name,
+        requests,
+        report.input_tokens,
+        report.cached_tokens,
+        prompt_tokens,
+        cached_tokens,
+        best,
+        len(backends),
+    )
