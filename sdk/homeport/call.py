@@ -12,7 +12,7 @@ from homeport import profiles
 from homeport.fingerprint import Api, JsonValue, Segment, identity, segments
 from homeport.moments import keep_of
 from homeport.providers import CALLER_HEADERS, CALLER_KEYS, PARENT_HEADER, Provider, names_session, provider_for
-from homeport.runtime import Observation, Proxy, Remembered, now_s, observe, runtime
+from homeport.runtime import Observation, Proxy, Remembered, Unnamed, now_s, observe, runtime
 from homeport.session import Session, affinity_id, affinity_uuid, current
 from homeport.spans import Document
 from homeport.stabilise import Body, ToolOrder, stabilise
@@ -102,7 +102,8 @@ def plan(wire: Wire, settings: Settings) -> tuple[Sent, Call] | None:
     if wire.headers.get("content-encoding", "identity") != "identity":
         return None
     session = _named_session(wire.headers, settings)
-    before = runtime().unnamed if session is None else runtime().remembered(session).document
+    last = runtime().unnamed
+    before = runtime().remembered(session).document if session is not None else last.document if last else None
     try:
         document = Document(wire.content.decode("utf-8"), before)
     except ValueError:
@@ -111,8 +112,9 @@ def plan(wire: Wire, settings: Settings) -> tuple[Sent, Call] | None:
         return None  # another service's path with the same ending
     provider = provider_for(wire.url)
     if session is None:
-        session = _conversation(api, document.body, settings)
-        runtime().unnamed = document
+        found = identity(api, document.body, mask=mask, tools=False, after=last.identity if last else None)
+        runtime().unnamed = Unnamed(document, found)
+        session = Session(runtime().conversations.of(found), namespace=settings.namespace)
     memory = runtime().remembered(session)
     size = len(wire.content)
     call = Call(api, wire.url, session, memory, document, document.body, size, request_headers=wire.headers)
@@ -147,12 +149,6 @@ def _named_session(headers: Mapping[str, str], settings: Settings) -> Session | 
         return opened
     own = next((headers[name] for name in sorted(CALLER_HEADERS & headers.keys()) if headers[name]), None)
     return None if own is None else Session(own, namespace=settings.namespace)
-
-
-def _conversation(api: Api, body: Body, settings: Settings) -> Session:
-    """The session that the messages belong to."""
-    found = identity(api, body, mask=mask, tools=False)
-    return Session(runtime().conversations.of(found), namespace=settings.namespace)
 
 
 # --- what is changed -------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 import marshal
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import takewhile
 from typing import Literal, NamedTuple, TypeAlias
 
 from pydantic_core import to_json
@@ -71,6 +72,8 @@ class Identity:
 
     head: bytes
     chain: tuple[bytes, ...]
+    messages: tuple[JsonValue, ...] = field(default=(), compare=False, repr=False)
+    """The messages of the chain, for :func:`identity` of the next request."""
 
 
 _Runs: TypeAlias = "list[tuple[str, str]]"
@@ -142,25 +145,30 @@ def identity(
     *,
     mask: Callable[[str], str] | None = None,
     tools: bool = True,
+    after: Identity | None = None,
 ) -> Identity:
     """The conversation's head and message chain. ``mask``: applied to system text, to take volatile text out.
-    ``tools=False``: tools do not count for the head, so that a tool that comes late makes no new conversation."""
-    head = chained = _START
+    ``tools=False``: tools do not count for the head, so that a tool that comes late makes no new conversation.
+    ``after``: of an earlier request; messages that are the very same objects there are not read again, so nobody may
+    change them."""
+    sources = _sources(api, body, resolve(family, api, body))
+    messages = [source[2] for source in sources if source[0] not in _HEAD_KINDS]
     chain: list[bytes] = []
-    for source in _sources(api, body, resolve(family, api, body)):
-        if source[0] == "tool" and not tools:
-            continue
-        text = _text(source, False)
-        if mask is not None and source[0] == "system":
-            text = mask(text)
-        encoded = text.encode("utf-8", "surrogatepass")
-        if source[0] in _HEAD_KINDS:
+    if after is not None:
+        pairs = zip(messages, after.messages, after.chain, strict=False)
+        chain = [digest for _, _, digest in takewhile(lambda pair: pair[0] is pair[1], pairs)]
+    known, place = len(chain), 0
+    head = _START
+    for source in sources:
+        if source[0] not in _HEAD_KINDS:
+            place += 1
+            if place > known:
+                chain.append(_digest((chain[-1] if chain else _START) + _encoded(_text(source, False))))
+        elif place == 0 and (tools or source[0] != "tool"):
             # a block of tools that a family renders late belongs to no message
-            head = _digest(head + encoded) if not chain else head
-        else:
-            chained = _digest(chained + encoded)
-            chain.append(chained)
-    return Identity(_digest(head + chain[0]) if chain else head, tuple(chain))
+            text = _text(source, False)
+            head = _digest(head + _encoded(mask(text) if mask is not None and source[0] == "system" else text))
+    return Identity(_digest(head + chain[0]) if chain else head, tuple(chain), tuple(messages))
 
 
 class Incremental:
@@ -275,9 +283,13 @@ def _local_digest(data: bytes) -> bytes:
 
 
 def _segment(source: _Source, text: str, before: bytes) -> Segment:
-    encoded = text.encode("utf-8", "surrogatepass")
+    encoded = _encoded(text)
     # in one call: an update of more than 2 kB takes a lock of its own, which costs as much as the hashing
     return Segment(source[0], source[1], sha256(before + encoded).digest()[:DIGEST_BYTES], len(encoded))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _digest(data: bytes) -> bytes:
@@ -617,4 +629,4 @@ def _block(block: JsonValue, pointer: str, ids: bool) -> _Runs:
 
 
 def _digest_text(text: str) -> str:
-    return _digest(text.encode("utf-8", "surrogatepass")).hex()
+    return _digest(_encoded(text)).hex()

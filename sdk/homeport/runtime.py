@@ -12,12 +12,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from homeport.breaks import CacheBreak
 from homeport.conversations import Conversations
 from homeport.explain import explain
 from homeport.failures import failed
-from homeport.fingerprint import Api, Incremental, JsonValue
+from homeport.fingerprint import Api, Identity, Incremental, JsonValue
 from homeport.ledger import Ledger
 from homeport.moments import is_free
 from homeport.prices import PriceBook
@@ -103,6 +104,13 @@ class Proxy:
     key_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
+class Unnamed(NamedTuple):
+    """A request whose session nobody named, and who it was found to be."""
+
+    document: Document
+    identity: Identity
+
+
 class Runtime:
     """The sessions and books of one process."""
 
@@ -111,7 +119,7 @@ class Runtime:
         self._sessions: OrderedDict[tuple[str, str], Remembered] = OrderedDict()
         self._body_bytes = 0
         self.conversations = Conversations()
-        self.unnamed: Document | None = None
+        self.unnamed: Unnamed | None = None
         """The last request of a session that nobody named: most often the next one goes on from it."""
         self._proxies: OrderedDict[tuple[str, str], Proxy] = OrderedDict()
         self._ledger: Ledger | None = None

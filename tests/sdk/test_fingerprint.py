@@ -325,6 +325,34 @@ def test_incremental_sees_key_order_and_types() -> None:
 # --- identity --------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=60)
+@given(chat_bodies(), chat_bodies(), st.data())
+def test_identity_after_an_earlier_one_is_the_same(body: dict, other: dict, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(body["messages"])))
+    before = {**body, "messages": body["messages"][:cut] + data.draw(st.sampled_from([[], other["messages"]]))}
+    after = identity("chat", before, tools=False)
+    assert identity("chat", body, tools=False, after=after) == identity("chat", body, tools=False)
+
+
+def test_identity_reads_only_what_is_new() -> None:
+    class Message(dict):
+        """Counts how often it is read."""
+
+        reads = 0
+
+        def __iter__(self):
+            type(self).reads += 1
+            return super().__iter__()
+
+    history = [Message(role="user", content="x") for _ in range(9)]
+    first = identity("chat", {"messages": history})
+    seen = Message.reads
+    assert seen >= 9
+    second = identity("chat", {"messages": [*history, {"role": "user", "content": "y"}]}, after=first)
+    assert Message.reads == seen
+    assert second.chain[:9] == first.chain
+
+
 def test_identity_of_head_and_chain() -> None:
     one = identity("chat", CHAT)
     longer = identity("chat", {**CHAT, "messages": [*CHAT["messages"], {"role": "assistant", "content": "z"}]})
