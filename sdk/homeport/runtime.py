@@ -1,8 +1,8 @@
 """What this process knows of its sessions: stabiliser state, the last request, the books. One object, bounded.
 
 Per session it holds the last request body (for the explainer) and its text (the next request repeats most of it), about
-200 bytes per message and a few hundred bytes per tool; bodies are bounded to 64 MiB of JSON in all, sessions to 4,096,
-the longest unused going first. The books are in the ledger.
+200 bytes per message and a few hundred bytes per tool; bodies and texts are bounded to 64 MiB in all (a body counts by
+its JSON), sessions to 4,096, the longest unused going first. The books are in the ledger.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ class Runtime:
             return self._sessions.get((namespace, session_id))
 
     def keep_body(self, memory: Remembered, body: Body, document: Document, size_bytes: int) -> Body | None:
-        """Keep a session's request body and give the one before; forgets the longest unused bodies when full."""
+        """Keep a session's request body, ``size_bytes`` of JSON, with its text, and give the one before; forgets the
+        longest unused bodies when full."""
+        size_bytes += document.text_bytes
         with self._lock:
             before, memory.body, memory.document = memory.body, body, document
             self._body_bytes += size_bytes - memory.body_bytes

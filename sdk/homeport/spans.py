@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from json.decoder import scanstring  # type: ignore[attr-defined]  # the only way to read a key with its end
@@ -138,6 +139,11 @@ class Document:
         if self._text[at] != mark:
             raise ValueError(f"expected {mark} at character {at}")
         return at + 1
+
+    @property
+    def text_bytes(self) -> int:
+        """Memory that the text takes: up to four bytes a character."""
+        return sys.getsizeof(self._text)
 
     def with_members(self, members: Mapping[str, JsonValue]) -> str:
         """The text with these members set: in their place where they stand, else appended.
