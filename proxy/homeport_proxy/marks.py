@@ -33,7 +33,8 @@ class Marks:
         """As ``fingerprint.identity``. Raises what that raises."""
         history = history_of(api, body)
         if history is None or not history.items:
-            return fingerprint.identity(api, body)
+            whole = fingerprint.identity(api, body)
+            return fingerprint.Identity(whole.head, whole.chain)
         first = 0
         while first < len(history.items) and is_system(decoded(history.items[first])):
             first += 1

@@ -7,6 +7,7 @@ registries are asked; nothing runs an install script or downloads anything on it
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -59,6 +60,24 @@ def installed(name: str) -> Path:
     if not program.exists():
         raise FileNotFoundError(f"{name} {version} was installed, but has no {program}")
     return program
+
+
+def node_project(folder: Path, script: str) -> tuple[Path, Path]:
+    """The pinned node, and ``script`` of the node project in ``folder`` beside its locked packages, outside the
+    checkout; anew whenever one of its files changed."""
+    names = ("package.json", "package-lock.json", ".npmrc", script)
+    content = b"".join((folder / name).read_bytes() for name in names)
+    home = cache_dir() / f"{folder.name}-{hashlib.sha256(content).hexdigest()[:12]}"
+    with _lock(home):
+        if not (home / "whole").exists():
+            shutil.rmtree(home, ignore_errors=True)
+            home.mkdir(parents=True)
+            for name in names:
+                shutil.copy(folder / name, home / name)
+            # --force: npm's own node may be older than the one that runs the script
+            _run(["npm", "ci", "--ignore-scripts", "--force"], home)
+            (home / "whole").touch()
+    return installed("node"), home / script
 
 
 def plugin() -> Path:
