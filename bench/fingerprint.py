@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from homeport import fingerprint
 from homeport.explain import explain
 from homeport.fingerprint import Incremental, identity, segments, text_blocks
 from homeport.spans import Document
@@ -79,26 +78,30 @@ def main() -> None:
     messages = body["messages"]
     assert isinstance(messages, list)
     before = {**body, "messages": messages[:-2]}
-    following = Incremental(block_chars=512)
+    earlier = Document(json.dumps(before))
+    longer = Document(text, earlier).body
+    plain, frozen = Incremental(), Incremental(frozen=True)
+    known = identity("chat", earlier.body, mask=mask, tools=False)
 
-    def cold() -> object:
-        fingerprint._tool_texts.cache_clear()
-        return segments("chat", body)
+    def next_turn(following: Incremental) -> Callable[[], object]:
+        def back_and_forth() -> object:
+            following.segments("chat", earlier.body)
+            return following.segments("chat", longer)
 
-    def next_turn() -> object:
-        following.segments("chat", before)
-        return following.segments("chat", body)
+        return back_and_forth
 
     state = stabilise(body).state  # type: ignore[arg-type]
     decode = "msgspec decode"
     works: dict[str, Callable[[], object]] = {
         decode: lambda: decoder.decode(raw),
-        "segments, definitions seen before": lambda: segments("chat", body),
-        "segments, definitions never seen": cold,
+        "segments": lambda: segments("chat", body),
+        "segments, next turn, back and forth": next_turn(plain),
+        "segments, the same, frozen objects": next_turn(frozen),
         "text_blocks of 512": lambda: text_blocks("chat", body),
         "identity": lambda: identity("chat", body, mask=mask, tools=False),
-        "Incremental, a turn back and forth": next_turn,
-        "standard decode with spans": lambda: Document(text),
+        "identity, next turn": lambda: identity("chat", longer, mask=mask, tools=False, after=known),
+        "decode with spans": lambda: Document(text),
+        "decode with spans, next turn": lambda: Document(text, earlier),
         "stabilise, nothing to change": lambda: stabilise(body, state),  # type: ignore[arg-type]
     }
     found = best_us(works, rounds)
@@ -107,8 +110,8 @@ def main() -> None:
     print(f"body: {len(raw):,} bytes, {len(messages)} messages; fastest of {rounds} runs")
     for name, cost in found.items():
         print(f"{name:<38}{cost:>10,.0f} us{cost / found[decode]:>8.2f} x decode")
-    following.segments("chat", body)
-    print(f"memory of Incremental: {following.size_bytes:,} bytes for {len(messages)} messages")
+    plain.segments("chat", body)
+    print(f"memory of Incremental: {plain.size_bytes:,} bytes for {len(messages)} messages")
 
 
 if __name__ == "__main__":
