@@ -162,11 +162,20 @@ async def test_sub_agents_name_their_parent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    ["none", "syntax", pytest.param("missing", marks=pytest.mark.long), pytest.param("option", marks=pytest.mark.long)],
+    [
+        "none",
+        "syntax",
+        pytest.param("missing", marks=pytest.mark.long),
+        pytest.param("option", marks=pytest.mark.long),
+        pytest.param("packed", marks=pytest.mark.long),
+    ],
 )
 async def test_a_failed_load_is_made_visible(tmp_path: Path, fault: str) -> None:
     """OpenCode itself says nothing of a plugin that does not load: the self-test does."""
     entry: Any = str(harness_install.PLUGIN)
+    if fault == "packed":
+        await asyncio.to_thread(install_packed, tmp_path / "project")
+        entry = "./node_modules/opencode-homeport"
     if fault == "syntax":
         broken = tmp_path / "homeport-broken.js"
         broken.write_text("export default {")
@@ -177,6 +186,9 @@ async def test_a_failed_load_is_made_visible(tmp_path: Path, fault: str) -> None
         entry = [entry, {"toastTokens": "many"}]
     async with ScriptedEngine() as engine:
         harness = opencode(tmp_path / "home", tmp_path / "project", engine, plugin=[entry])
+        if fault == "packed":
+            (tmp_path / "project" / "opencode.json").write_text(json.dumps({"plugin": [entry]}))
+            harness.extra["OPENCODE_CONFIG_CONTENT"] = "{}"
         harness.extra["OPENCODE_BIN"] = str(await asyncio.to_thread(harness_install.installed, "opencode"))
         node = await asyncio.to_thread(harness_install.installed, "node")
         cli = str(harness_install.PLUGIN / "dist" / "cli.js")
@@ -184,6 +196,7 @@ async def test_a_failed_load_is_made_visible(tmp_path: Path, fault: str) -> None
     said = done.out + done.err
     expected = {
         "none": (0, "was loaded by OpenCode"),
+        "packed": (0, "was loaded by OpenCode"),
         "syntax": (1, "did not load"),
         "missing": (1, "there is no such file"),
         "option": (1, "toastTokens must be a number"),
@@ -191,6 +204,15 @@ async def test_a_failed_load_is_made_visible(tmp_path: Path, fault: str) -> None
     status, words = expected[fault]
     assert done.status == status, said
     assert words in said
+
+
+def install_packed(project: Path) -> None:
+    """As its README has it: into an empty folder, from what `npm pack` makes of the checkout."""
+    project.mkdir(parents=True)
+    pack = ["npm", "pack", "--silent", "--pack-destination", str(project), str(harness_install.PLUGIN)]
+    packed = subprocess.run(pack, cwd=project, capture_output=True, text=True, check=True).stdout.split()[-1]
+    quiet = ["--no-audit", "--no-fund", "--offline"]
+    subprocess.run(["npm", "install", *quiet, f"./{packed}"], cwd=project, capture_output=True, check=True)
 
 
 def _append_only(requests: list[Seen]) -> bool:
