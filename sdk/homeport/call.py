@@ -53,7 +53,7 @@ class Sent(NamedTuple):
     content: bytes
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Call:
     """A request under way."""
 
@@ -119,23 +119,28 @@ def plan(wire: Wire, settings: Settings) -> tuple[Sent, Call] | None:
     size = len(wire.content)
     call = Call(api, wire.url, session, memory, document, document.body, size, request_headers=wire.headers)
     call.span = span_now()
-    if settings.mode == "observe":
-        return Sent({}, wire.content), call
+    headers, members = ({}, {}) if settings.mode == "observe" else _changed(call, settings, provider)
+    memory.under_way.add(call)
+    if not members:
+        return Sent(headers, wire.content), call
+    call.body = {**document.body, **members}
+    return Sent(headers, document.with_members(members).encode("utf-8", "surrogatepass")), call
+
+
+def _changed(call: Call, settings: Settings, provider: Provider) -> tuple[dict[str, str], Body]:
+    """The headers and the body members that the mode adds and stabilises."""
+    api, body = call.api, call.body
     members: Body = {}
     if settings.mode == "stabilise":
-        members |= _stable_members(document.body, call, settings)
-    members |= _hints(api, document.body, memory, provider)
-    hides = _asks_usage(api, document.body, provider)
-    if hides:
-        options = document.body.get("stream_options")
+        members |= _stable_members(body, call, settings)
+    members |= _hints(api, body, call.memory, provider)
+    headers = _headers(api, call.request_headers, call.session, provider)
+    if _asks_usage(api, body, provider):
+        options = body.get("stream_options")
         members["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-    headers = _headers(api, wire.headers, session, provider)
-    if hides:
         headers["accept-encoding"] = "identity"  # a frame can only be taken out of a stream that can be read
         call.hides_usage = True
-    call.body = {**document.body, **members}
-    content = document.with_members(members).encode("utf-8", "surrogatepass") if members else wire.content
-    return Sent(headers, content), call
+    return headers, members
 
 
 # --- whose request it is ---------------------------------------------------------------------------------------------
@@ -269,6 +274,7 @@ def finished(
     diagnostics: Mapping[str, JsonValue] | None,
 ) -> None:
     """An answer is complete, or its reader has left: into the books with it."""
+    call.memory.under_way.discard(call)
     usage = meter.usage
     previous_at = call.memory.answered_at
     call.memory.answered_at = now_s()

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakSet
 
 from homeport.breaks import CacheBreak
 from homeport.conversations import Conversations
@@ -55,6 +56,8 @@ class Remembered:
     """When the last answer was complete, in Unix seconds."""
     keep_s: float | None = None
     """How long the prompt stays warm after an answer, as the proxy said last; None: nobody said."""
+    under_way: WeakSet[object] = field(default_factory=WeakSet)
+    """Its requests that are not answered in full; one that fails goes by itself."""
     prompt: Incremental = field(default_factory=lambda: Incremental(frozen=True))
     """Its prompt's segments as of the last answer, digests only."""
     tally: SessionTally = field(init=False)
@@ -69,7 +72,7 @@ class Remembered:
     @property
     def is_free(self) -> bool:
         """Whether a change of the prompt would cost nothing now."""
-        return is_free(self.answered_at, self.keep_s, now_s())
+        return not self.under_way and is_free(self.answered_at, self.keep_s, now_s())
 
 
 @dataclass(frozen=True, slots=True)

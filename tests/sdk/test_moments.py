@@ -12,7 +12,7 @@ import homeport.runtime
 from homeport.mcp import list_tools
 from homeport.moments import KEEP_S, is_free, keep_of
 from homeport.transport import attach
-from sdk.tiny_server import Answer, Seen, chat_answer, serving
+from sdk.tiny_server import Answer, Seen, chat, chat_answer, serving
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,34 @@ def test_a_free_moment_is_asked_by_session(monkeypatch: pytest.MonkeyPatch) -> N
         clock.now += 61
         assert homeport.free_moment("s")
         client.close()
+
+
+@pytest.mark.parametrize("ends", ["read", "left", "refused", "failed"])
+def test_while_an_answer_streams_no_moment_is_free(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def script(seen: Seen) -> Answer:
+        answer = chat(seen)
+        status = 500 if ends == "refused" and len(server.seen) > 1 else 200
+        return Answer(answer.chunks, status, {**answer.headers, "x-homeport-cache": "warm; keep=60"})
+
+    with serving(script) as server, httpx2.Client(verify=False) as client:
+        attach(client, session="s")
+        url = f"{server.base_url}/chat/completions"
+        body = {"model": "m", "messages": [], "stream": True}
+        client.post(url, json=body)
+        clock.now += 1_000
+        with client.stream("POST", url, json=body) as answer:
+            if ends != "refused":
+                assert not homeport.free_moment("s")
+            if ends == "read":
+                answer.read()
+        if ends == "failed":
+            with pytest.raises(httpx2.UnsupportedProtocol):
+                client.post(url.replace("http", "gopher"), json=body)
+        del answer
+        clock.now += 1_000
+        assert homeport.free_moment("s")
 
 
 class Server:
