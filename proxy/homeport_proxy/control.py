@@ -386,7 +386,7 @@ class Control:
 
     def _allowed_regions(self, exchange: Exchange) -> set[str] | None:
         tenant = self.admission.tenant(exchange.tenant)
-        model = self.config.model(exchange.model) if exchange.model else None
+        model = self.config.model(exchange.model) if exchange.model and self.config.models else None
         limits = [
             set(holder.regions) for holder in (tenant, model) if holder is not None and holder.regions is not None
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -27,19 +27,90 @@ PROMPT_HEAD = (
 """Members of a body that stand before its messages in the prompt, or decide how these are rendered."""
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _LONGEST_EMPTY = 16
+_SPACE = b" \t\n\r"
+_BETWEEN = _SPACE + b","
 # the digests below stay in this process: a seed of its own keeps anybody from making two conversations look alike
 _SEED = secrets.randbits(64)
+
+
+class RawList:
+    """A JSON list as bytes. Its head is compared by digests of its first bytes, in one pass over them; only what stands
+    behind is taken apart. An ``end`` is the offset just behind an item; 1 stands before the first."""
+
+    __slots__ = ("_at", "_digest", "_digests", "_items", "_view")
+
+    def __init__(self, raw: msgspec.Raw) -> None:
+        self._view = memoryview(raw)
+        self._items: list[msgspec.Raw] | None = None
+        self._digest = xxh3_64(seed=_SEED)
+        self._digests: dict[int, int] = {}
+        self._at = 0
+
+    def items(self, end: int = 1) -> list[msgspec.Raw]:
+        """The undecoded items behind ``end``. Raises NotAnObjectError when they cannot be told apart."""
+        if end == 1:
+            if self._items is None:
+                self._items = self._decode(self._view)
+            return self._items
+        rest = bytes(self._view[end:]).lstrip(_SPACE)
+        return [] if rest.startswith(b"]") else self._decode(b"[" + rest[1:])
+
+    def digest(self, end: int) -> int:
+        """Of the first ``end`` bytes. Cheapest when asked for in rising order."""
+        known = self._digests.get(end)
+        if known is None:
+            if end < self._at:
+                self._digest.reset()
+                self._at = 0
+            self._digest.update(self._view[self._at : end])
+            self._at = end
+            known = self._digests[end] = self._digest.intdigest()
+        return known
+
+    def begins(self, end: int, digest: int) -> bool:
+        """Whether its first ``end`` bytes have that digest and an item ends there."""
+        if end >= len(self._view) or self.digest(end) != digest:
+            return False
+        return end == 1 or bytes(self._view[end : end + 64]).lstrip(_SPACE)[:1] in (b",", b"]")
+
+    def next_ends(self, items: Sequence[msgspec.Raw], end: int) -> list[int]:
+        """The ends of ``items``, which stand behind ``end``."""
+        ends = []
+        for item in items:
+            while self._view[end] in _BETWEEN:
+                end += 1
+            end += len(memoryview(item))
+            ends.append(end)
+        return ends
+
+    def last_ends(self, items: Sequence[msgspec.Raw], count: int) -> list[int]:
+        """The ends of the last ``count`` of all its ``items``, and before these the end of the one before them."""
+        end = len(self._view) - 1
+        ends = []
+        for number in range(len(items) - 1, len(items) - count - 2, -1):
+            while self._view[end - 1] in _BETWEEN:
+                end -= 1
+            ends.append(end if number >= 0 else 1)
+            end -= len(memoryview(items[number])) if number >= 0 else 0
+        return ends[::-1]
+
+    @staticmethod
+    def _decode(data: bytes | memoryview) -> list[msgspec.Raw]:
+        try:
+            return _ITEMS.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise NotAnObjectError(str(error)) from None
 
 
 class Document(Mapping[str, JsonValue]):
     """The members of a body by name, each decoded once. Raises :class:`NotAnObjectError` for one that cannot be."""
 
-    __slots__ = ("_chains", "_decoded", "_items", "raws")
+    __slots__ = ("_chains", "_decoded", "_lists", "raws")
 
     def __init__(self, raws: Mapping[str, msgspec.Raw]) -> None:
         self.raws = raws
         self._decoded: dict[str, JsonValue] = {}
-        self._items: dict[str, list[msgspec.Raw]] = {}
+        self._lists: dict[str, RawList] = {}
         self._chains: dict[str, list[int]] = {}
 
     def __getitem__(self, name: str) -> JsonValue:
@@ -59,16 +130,24 @@ class Document(Mapping[str, JsonValue]):
 
     def items_of(self, name: str) -> list[msgspec.Raw] | None:
         """The undecoded items of a member that is a list; None when it is none."""
-        if name in self._items:
-            return self._items[name]
-        raw = self.raws.get(name)
-        if raw is None or bytes(memoryview(raw)[:1]) != b"[":
+        if not self.is_list(name):
             return None
         try:
-            items = self._items[name] = _ITEMS.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return self.list_of(name).items()
+        except NotAnObjectError:
             return None
-        return items
+
+    def is_list(self, name: str) -> bool:
+        """Whether a member is there and a list."""
+        raw = self.raws.get(name)
+        return raw is not None and bytes(memoryview(raw)[:1]) == b"["
+
+    def list_of(self, name: str) -> RawList:
+        """A member that is a list, as bytes."""
+        known = self._lists.get(name)
+        if known is None:
+            known = self._lists[name] = RawList(self.raws[name])
+        return known
 
     def holds(self, name: str) -> bool:
         """Whether a member is there and not empty, without decoding a long one."""
@@ -82,7 +161,7 @@ class Document(Mapping[str, JsonValue]):
             known = self._chains[name] = []
             digest = xxh3_64(seed=_SEED)
             for item in self.items_of(name) or ():
-                digest.update(memoryview(item))
+                digest.update(item)
                 known.append(digest.intdigest())
         return known
 
@@ -92,7 +171,7 @@ class Document(Mapping[str, JsonValue]):
         for name in names:
             if (raw := self.raws.get(name)) is not None:
                 digest.update(name.encode())
-                digest.update(memoryview(raw))
+                digest.update(raw)
         return digest.intdigest()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
+from functools import lru_cache
 
 from homeport_proxy.exchange import Exchange
 from homeport_proxy.upstream import Head, RawHeaders
@@ -32,7 +33,7 @@ _REQUEST_DENY = HOP_BY_HOP | {
     b"x-data-parallel-rank",
     b"http2-settings",
 }
-_RESPONSE_DENY = HOP_BY_HOP | {b"content-length", b"x-request-id", b"request-id"}
+_RESPONSE_DENY = HOP_BY_HOP | {b"content-length", b"x-request-id", b"request-id", b"server-timing"}
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -50,9 +51,9 @@ def to_engine(
 
     ``hops_to_peer`` keeps ``x-homeport-*`` of clients' own vocabulary (kind, final): a peer proxy understands them.
     """
-    deny = _REQUEST_DENY | {name.lower().encode() for name in put} | _named_in_connection(client)
-    if drop_credentials:
-        deny |= CREDENTIALS
+    deny = _denied(tuple(put), drop_credentials)
+    if named := _named_in_connection(client):
+        deny |= named
     kept = [
         (name, value)
         for name, value in client
@@ -61,6 +62,12 @@ def to_engine(
     ]
     kept += [(name.encode(), value.encode("latin-1")) for name, value in put.items()]
     return kept
+
+
+@lru_cache(maxsize=256)
+def _denied(replaced: tuple[str, ...], credentials: bool) -> frozenset[bytes]:
+    denied = _REQUEST_DENY | {name.lower().encode() for name in replaced}
+    return denied | CREDENTIALS if credentials else denied
 
 
 def _named_in_connection(headers: RawHeaders) -> set[bytes]:
@@ -85,7 +92,11 @@ def to_client(
     head: Head, added: Mapping[str, str], *, stream: bool, from_peer: bool = False
 ) -> list[tuple[bytes, bytes]]:
     """An engine's headers as the client gets them, then ours. A peer proxy's ``x-homeport-*`` stay unless we say it."""
-    deny = _RESPONSE_DENY | {name.encode() for name in added} | _named_in_connection(head.headers)
+    deny: Set[bytes] = _RESPONSE_DENY
+    if named := _named_in_connection(head.headers):
+        deny |= named
+    if from_peer:
+        deny |= {name.encode() for name in added}
     kept = [
         (name, value)
         for name, value in head.headers

@@ -11,15 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeAlias, TypeVar, cast
+from typing import cast
 
 from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
-from homeport_proxy.document import Document, decoded, is_system
+from homeport_proxy.bounded import Bounded
+from homeport_proxy.document import Document
 from homeport_proxy.exchange import GENERATING, Exchange, Identity
+from homeport_proxy.marks import Marks
 from homeport_proxy.routing.views import Kind
 
 PARENT_HEADERS = (
@@ -33,40 +34,8 @@ SHARED_KEYS = ("prompt_cache_key", "promptCacheKey", "conversation", "user")
 
 _CLAUDE_USER = re.compile(r"user_[0-9a-fA-F]+_account_.*_session_([0-9A-Za-z-]+)")
 _KINDS: Mapping[str, Kind] = {"main": "main", "side": "side", "subagent": "subagent"}
-_T = TypeVar("_T")
 _LINKS = 8
 """Points of conversations remembered per session."""
-
-
-class Bounded(Generic[_T]):
-    """A mapping that forgets what was longest unused once it holds ``limit`` entries."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._items: OrderedDict[bytes, _T] = OrderedDict()
-
-    def limit(self, limit: int) -> None:
-        """Hold at most ``limit`` entries from now on."""
-        self._limit = limit
-        while len(self._items) > limit:
-            self._items.popitem(last=False)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def get(self, key: bytes) -> _T | None:
-        """The entry, now the most recently used; None when it is not known."""
-        item = self._items.get(key)
-        if item is not None:
-            self._items.move_to_end(key)
-        return item
-
-    def put(self, key: bytes, item: _T) -> None:
-        """Remember an entry."""
-        self._items[key] = item
-        self._items.move_to_end(key)
-        if len(self._items) > self._limit:
-            self._items.popitem(last=False)
 
 
 @dataclass(slots=True)
@@ -121,9 +90,10 @@ class Identities:
 
     def __init__(self, headers: Sequence[str], max_sessions: int = 100_000) -> None:
         self._headers = tuple(headers)
-        self._links: Bounded[_Link] = Bounded(max_sessions * _LINKS)
-        self._shared: Bounded[bytes] = Bounded(max_sessions)
-        self._shapes: Bounded[_Shape] = Bounded(max_sessions)
+        self._marks = Marks()
+        self._links: Bounded[bytes, _Link] = Bounded(max_sessions * _LINKS)
+        self._shared: Bounded[bytes, bytes] = Bounded(max_sessions)
+        self._shapes: Bounded[bytes, _Shape] = Bounded(max_sessions)
 
     def reconfigure(self, headers: Sequence[str], max_sessions: int) -> None:
         """Take a reloaded file's list of headers and bound."""
@@ -139,7 +109,7 @@ class Identities:
 
     def identify(self, exchange: Exchange, body: Document) -> Identity:
         """The identity of a request; ``body`` is its decoded document."""
-        return self.resolve(look(exchange, body, self._headers))
+        return self.resolve(look(exchange, body, self._headers, self._marks))
 
     def resolve(self, seen: Look) -> Identity:
         """The identity of a request by what :func:`look` saw of it, and by what is remembered of others."""
@@ -236,21 +206,19 @@ class Identities:
         return given or ("subagent" if seen.parent is not None else found.kind)
 
 
-Marker: TypeAlias = Callable[[Api, Mapping[str, JsonValue]], fingerprint.Identity]
-
-
-def look(exchange: Exchange, body: Document, headers: Sequence[str], marker: Marker = fingerprint.identity) -> Look:
-    """What identity needs of a request; ``headers`` are those that name sessions, in order, ``marker`` gives a
-    conversation's own digests."""
+def look(exchange: Exchange, body: Document, headers: Sequence[str], marks: Marks) -> Look:
+    """What identity needs of a request; ``headers`` are those that name sessions, in order, ``marks`` reads what the
+    conversation's text says."""
+    namespace = f"{exchange.caller.name}\0{exchange.model}\0".encode()
     named = _named(exchange, body, headers)
     shared: tuple[str, str] | None = None
     mark: fingerprint.Identity | None = None
     if named is None:
         shared = next(((name, value) for name in SHARED_KEYS if (value := _shared_value(body.get(name)))), None)
-        mark = _mark(exchange, body, marker)
+        mark = _mark(exchange, body, marks)
     hinted = _first(exchange.headers, PARENT_HEADERS)
     return Look(
-        namespace=f"{exchange.caller.name}\0{exchange.model}\0".encode(),
+        namespace=namespace,
         named=named,
         shared=shared,
         mark=mark,
@@ -258,16 +226,16 @@ def look(exchange: Exchange, body: Document, headers: Sequence[str], marker: Mar
         parent=_utf8(hinted[1]) if hinted is not None else None,
         kind=_KINDS.get(exchange.headers.get("x-homeport-kind", "").lower()),
         tools=body.holds("tools"),
-        system=_system_digest(exchange.api, body),
+        system=marks.system(namespace + named.key if named is not None else None, exchange.api, body),
         final=exchange.headers.get("x-homeport-final") == "1",
     )
 
 
-def _mark(exchange: Exchange, body: Mapping[str, JsonValue], marker: Marker) -> fingerprint.Identity | None:
+def _mark(exchange: Exchange, body: Mapping[str, JsonValue], marks: Marks) -> fingerprint.Identity | None:
     if exchange.api not in GENERATING:
         return None
     try:
-        return marker(cast("Api", exchange.api), body)
+        return marks.of(cast("Api", exchange.api), body)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None  # not the shape this API promises: the engine will say so
 
@@ -339,13 +307,3 @@ def _shared_value(value: JsonValue) -> str | None:
     if isinstance(value, dict):
         value = value.get("id")  # Responses: conversation may be an object
     return value if isinstance(value, str) and value else None
-
-
-def _system_digest(api: str, body: Document) -> bytes:
-    """A digest of the system prompt as the client wrote it; empty when there is none."""
-    parts = [bytes(body.raws[name]) for name in ("system", "instructions") if body.holds(name)]
-    for item in body.items_of("input" if api == "responses" else "messages") or ():
-        if not is_system(decoded(item)):
-            break
-        parts.append(bytes(item))
-    return _short(b"\0".join(parts)) if parts else b""

@@ -7,16 +7,32 @@ these are decoded and rendered. The result is always that of ``fingerprint.ident
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from hashlib import sha256
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b, sha256
+from typing import NamedTuple
+
+import msgspec
 
 from homeport import fingerprint
 from homeport.fingerprint import DIGEST_BYTES, Api, JsonValue
-from homeport_proxy.document import PROMPT_HEAD, decoded, is_system
+from homeport_proxy.bounded import Bounded
+from homeport_proxy.document import PROMPT_HEAD, Document, decoded, is_system
 from homeport_proxy.prefix import History, history_of
 
 KEPT = 200_000
 """Messages remembered, about 250 bytes each."""
+SYSTEMS_KEPT = 20_000
+_SYSTEM_MEMBERS = ("system", "instructions")
+
+
+class _System(NamedTuple):
+    """A conversation's system text: the digests of what it was read from (the list up to ``end``, the first message
+    included, and the members that hold system text), and its own."""
+
+    end: int
+    head: int
+    members: int
+    digest: bytes
 
 
 class Marks:
@@ -25,6 +41,7 @@ class Marks:
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
         self._known: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()
+        self._systems: Bounded[bytes, _System] = Bounded(SYSTEMS_KEPT)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -32,15 +49,42 @@ class Marks:
     def of(self, api: Api, body: Mapping[str, JsonValue]) -> fingerprint.Identity:
         """As ``fingerprint.identity``. Raises what that raises."""
         history = history_of(api, body)
-        if history is None or not history.items:
+        items = history.body.items_of(history.name) if history is not None else None
+        if history is None or not items:
             whole = fingerprint.identity(api, body)
             return fingerprint.Identity(whole.head, whole.chain)
         first = 0
-        while first < len(history.items) and is_system(decoded(history.items[first])):
+        while first < len(items) and is_system(decoded(items[first])):
             first += 1
-        return fingerprint.Identity(self._head(api, history, first + 1), self._chain(api, history, first))
+        return fingerprint.Identity(
+            self._head(api, history, items[: first + 1]), self._chain(api, history, items, first)
+        )
 
-    def _chain(self, api: Api, history: History, first: int) -> tuple[bytes, ...]:
+    def system(self, key: bytes | None, api: str, body: Document) -> bytes:
+        """A digest of the system prompt as the client wrote it, the same in every process; empty when there is none.
+
+        ``key``: the session it belongs to, where that is known; then text that stands unchanged is not read again.
+        """
+        name = "input" if api == "responses" else "messages"
+        known = self._systems.get(key) if key is not None else None
+        members = body.digest_of(_SYSTEM_MEMBERS)
+        stands = known is not None and known.members == members and body.is_list(name)
+        if known is not None and stands and body.list_of(name).begins(known.end, known.head):
+            return known.digest
+        parts = [bytes(body.raws[member]) for member in _SYSTEM_MEMBERS if body.holds(member)]
+        items = body.items_of(name) or []
+        count = 0
+        while count < len(items) and is_system(decoded(items[count])):
+            count += 1
+        parts += [bytes(item) for item in items[:count]]
+        digest = blake2b(b"\0".join(parts), digest_size=DIGEST_BYTES).digest() if parts else b""
+        if key is not None and count < len(items):
+            messages = body.list_of(name)
+            end = messages.next_ends(items[: count + 1], 1)[-1]
+            self._systems.put(key, _System(end, messages.digest(end), members, digest))
+        return digest
+
+    def _chain(self, api: Api, history: History, items: Sequence[msgspec.Raw], first: int) -> tuple[bytes, ...]:
         """One chained digest per message after the ``first`` ones, which are system text."""
         links: list[bytes] = []
         link = bytes(DIGEST_BYTES)
@@ -49,7 +93,7 @@ class Marks:
             place = (api, first, places[index])
             known = self._known.get(place)
             if known is None:
-                message: dict[str, JsonValue] = {history.name: [decoded(history.items[index])]}
+                message: dict[str, JsonValue] = {history.name: [decoded(items[index])]}
                 text = "".join([piece.text for piece in fingerprint.render(api, message, ids=False)])
                 known = sha256(link + text.encode("utf-8", "surrogatepass")).digest()[:DIGEST_BYTES]
                 self._keep(place, known)
@@ -57,9 +101,9 @@ class Marks:
             link = known
         return tuple(links)
 
-    def _head(self, api: Api, history: History, messages: int) -> bytes:
-        """Tools, system text and the first message: all up to so many messages."""
-        body, items = history.body, history.items[:messages]
+    def _head(self, api: Api, history: History, items: Sequence[msgspec.Raw]) -> bytes:
+        """Tools, system text and the first message, with which ``items`` end."""
+        body = history.body
         place = (f"{api} head", body.digest_of(PROMPT_HEAD), body.chain_of(history.name)[len(items) - 1])
         known = self._known.get(place)
         if known is None:

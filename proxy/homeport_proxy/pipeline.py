@@ -99,6 +99,9 @@ class Pipeline:
         exchange.body = await read_body(request, config.limits.body_bytes)
         job = self._understand(exchange, request)
         await self._identify(exchange, job)
+        if self.control.admission.open:
+            await self._locate_and_answer(exchange, job, down)
+            return
         async with self.control.admission.enter(exchange):
             await self._locate_and_answer(exchange, job, down)
 
@@ -151,7 +154,7 @@ class Pipeline:
         exchange.prompt_tokens_estimate = estimate if longest is None else min(estimate, longest - 1)
         if not job.api.generates or document is None:
             return
-        seen = look(exchange, document, self.control.config.affinity.headers, self.marks.of)
+        seen = look(exchange, document, self.control.config.affinity.headers, self.marks)
         exchange.identity = await self.control.books.identify(seen)
         try:
             blocks = self.prefixes.blocks(cast("Api", exchange.api), exchange.identity.session, document)

@@ -1,7 +1,8 @@
 """Prefix keys of a growing conversation, where a turn costs only what is new.
 
-A session's messages are compared by the digests of their raw bytes; what stands unchanged since the last request is
-neither decoded nor rendered again. The result is always that of ``fingerprint.text_blocks``.
+A session's messages are compared as the bytes they are: what stands unchanged since the last request is hashed once
+in one go, and neither taken apart nor decoded nor rendered again. The result is always that of
+``fingerprint.text_blocks``.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ import msgspec
 from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
 from homeport_proxy.document import PROMPT_HEAD, Document, decoded, is_system
+from homeport_proxy.splice import NotAnObjectError
 
 LAST_MESSAGES = 4
 """How many of the newest messages may change (moved cache marks) without starting over."""
 KEPT_BYTES = 64 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """Where the text stood after so many messages (``at``: the digest of their bytes): whole blocks, and the characters
-    after the last of them."""
+class _Mark(NamedTuple):
+    """Where the text stood after so many messages: whole blocks, and the characters after the last of them. The raw
+    list's first ``end`` bytes hold these messages; ``digest`` is theirs."""
 
     messages: int
-    at: int
+    end: int
+    digest: int
     blocks: int
     rest: str
 
@@ -61,16 +63,16 @@ class Prefixes:
         if history is None:
             return fingerprint.text_blocks(api, body, self._block_chars)
         head = _head_digest(api, history.body)
-        turn = _Turn(api, history, self._block_chars)
         known = self._known.pop(session, None)
         if known is not None:
             self.size_bytes -= known.size_bytes
-        mark = turn.last_mark(known) if known is not None and known.head == head else None
-        if known is None or mark is None or not turn.may_follow(mark.messages):
-            known = _Known(head, array("Q"), [])
-            turn.begin(known)
-        else:
-            turn.go_on(known, mark)
+        turn = _Turn(api, history, self._block_chars)
+        try:
+            if known is None or known.head != head or not turn.go_on(known):
+                known = _Known(head, array("Q"), [])
+                turn.begin(known)
+        except NotAnObjectError:  # its messages cannot be told apart as they stand
+            return fingerprint.text_blocks(api, body, self._block_chars)
         self._keep(session, known)
         return known.blocks
 
@@ -87,7 +89,6 @@ class History(NamedTuple):
 
     body: Document
     name: str
-    items: Sequence[msgspec.Raw]
     ids: bool
     """Whether the model's template renders tool-call ids."""
 
@@ -98,10 +99,9 @@ def history_of(api: Api, body: Mapping[str, JsonValue]) -> History | None:
         return None
     name = "input" if api == "responses" else "messages"
     layout = fingerprint.resolve("default", api, body)
-    if layout.gathers_system or layout.order not in ("tools_first", "system_first"):
+    if layout.gathers_system or layout.order not in ("tools_first", "system_first") or not body.is_list(name):
         return None
-    items = body.items_of(name)
-    return None if items is None else History(body, name, items, layout.renders_call_ids is True)
+    return History(body, name, layout.renders_call_ids is True)
 
 
 class _Turn:
@@ -109,58 +109,57 @@ class _Turn:
 
     def __init__(self, api: Api, history: History, block_chars: int) -> None:
         self._api = api
-        self._body, self._name, self._items, self._ids = history
-        self._chain = self._body.chain_of(self._name)
+        self._body, self._name, self._ids = history
+        self._list = self._body.list_of(self._name)
         self._block_chars = block_chars
-
-    def last_mark(self, known: _Known) -> _Mark | None:
-        """The furthest mark whose messages all stand unchanged."""
-        for mark in reversed(known.marks):
-            if mark.messages <= len(self._chain) and mark.at == self._at(mark.messages):
-                return mark
-        return None
-
-    def _at(self, messages: int) -> int:
-        return self._chain[messages - 1] if messages else 0
-
-    def may_follow(self, messages: int) -> bool:
-        """Whether the messages after these are rendered behind them: system text at the head may not grow."""
-        return messages >= len(self._items) or not is_system(decoded(self._items[messages]))
 
     def begin(self, known: _Known) -> None:
         """Everything at once but the newest messages, which are marked one by one."""
-        first = max(0, len(self._items) - LAST_MESSAGES)
-        while first < len(self._items) and not self.may_follow(first):
-            first += 1
+        items = self._list.items()
+        first = max(0, len(items) - LAST_MESSAGES)
+        while first < len(items) and is_system(decoded(items[first])):
+            first += 1  # rendered at the head, not behind the message before it
         whole = {name: self._body[name] for name in self._body if name != self._name}
         whole = dict(fingerprint.as_engines_read(self._api, whole))
-        whole[self._name] = [decoded(item) for item in islice(self._items, first)]
-        self._add(known, _Mark(0, 0, 0, ""), self._text(whole), first)
-        self._rest(known, first)
+        whole[self._name] = [decoded(item) for item in islice(items, first)]
+        ends = self._list.last_ends(items, len(items) - first)
+        self._add(known, self._text(whole), first, ends[0])
+        self._rest(known, items[first:], ends[1:])
 
-    def go_on(self, known: _Known, mark: _Mark) -> None:
-        """From a mark of the last request."""
-        del known.blocks[mark.blocks :]
-        known.marks = [old for old in known.marks if old.messages <= mark.messages]
-        self._rest(known, mark.messages)
+    def go_on(self, known: _Known) -> bool:
+        """Continue from the furthest mark whose messages all stand unchanged; False when there is none."""
+        stand = [place for place, mark in enumerate(known.marks) if self._list.begins(mark.end, mark.digest)]
+        if not stand:
+            return False
+        place = stand[-1]
+        mark = known.marks[place]
+        items = self._list.items(mark.end)
+        if items and is_system(decoded(items[0])):
+            return False
+        del known.marks[place + 1 :], known.blocks[mark.blocks :]
+        self._rest(known, items, self._list.next_ends(items, mark.end))
+        return True
 
-    def _rest(self, known: _Known, first: int) -> None:
-        for index in range(first, len(self._items)):
-            message: dict[str, JsonValue] = {self._name: [decoded(self._items[index])]}
+    def _rest(self, known: _Known, items: Sequence[msgspec.Raw], ends: Sequence[int]) -> None:
+        messages = known.marks[-1].messages
+        for item, end in zip(items, ends, strict=True):
+            messages += 1
+            message: dict[str, JsonValue] = {self._name: [decoded(item)]}
             if "model" in self._body:
                 message["model"] = self._body["model"]
-            self._add(known, known.marks[-1], self._text(message), index + 1)
+            self._add(known, self._text(message), messages, end)
         known.marks = known.marks[-LAST_MESSAGES - 1 :]
 
     def _text(self, body: Mapping[str, JsonValue]) -> str:
         return "".join([piece.text for piece in fingerprint.render(self._api, body, ids=self._ids)])
 
-    def _add(self, known: _Known, before: _Mark, text: str, messages: int) -> None:
-        text = before.rest + text
+    def _add(self, known: _Known, text: str, messages: int, end: int) -> None:
+        if known.marks:
+            text = known.marks[-1].rest + text
         found = fingerprint.chain_blocks(text, self._block_chars, known.blocks[-1] if known.blocks else 0)
         known.blocks.extend(found)
         rest = text[len(found) * self._block_chars :]
-        known.marks.append(_Mark(messages, self._at(messages), len(known.blocks), rest))
+        known.marks.append(_Mark(messages, end, self._list.digest(end), len(known.blocks), rest))
 
 
 def _head_digest(api: Api, body: Document) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from homeport_proxy.bounded import Bounded
 from homeport_proxy.exchange import Exchange
-from homeport_proxy.identity import Bounded
 
 _RESPONSE_PATH = re.compile(r"^/v1/responses/([^/]+)(?:/.*)?$")
 KEPT = 100_000
@@ -15,7 +15,7 @@ class StoredResponses:
     """Response ids and the places that answered them, the most recent :data:`KEPT`; apart for each tenant."""
 
     def __init__(self, kept: int = KEPT) -> None:
-        self._places: Bounded[str] = Bounded(kept)
+        self._places: Bounded[bytes, str] = Bounded(kept)
 
     def put(self, tenant: str, response_id: str, place: str) -> None:
         """Remember who stored a response."""

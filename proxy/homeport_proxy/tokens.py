@@ -87,20 +87,13 @@ class TokenBlocks:
         now_s = asyncio.get_running_loop().time()
         found: dict[str, int] = {}
         for member in self._control.fleet.members.values():
+            sizes = {place: size for place in member.place_names() if (size := router.block_tokens(place))}
+            if not sizes or member.region != exchange.region or self._control.health.state(member) == "down":
+                continue
             serves = member.models is None or exchange.model in member.models
-            if (
-                member.region != exchange.region
-                or not serves
-                or not kind(member.backend.engine).tokens_path(exchange.api)
-            ):
-                continue
-            resting_until_s = self._resting.get((member.name, exchange.api), 0.0)
-            if self._control.health.state(member) == "down" or resting_until_s > now_s:
-                continue
-            for place in member.place_names():
-                size = router.block_tokens(place)
-                if size:
-                    found[place] = size
+            tells = kind(member.backend.engine).tokens_path(exchange.api) is not None
+            if serves and tells and self._resting.get((member.name, exchange.api), 0.0) <= now_s:
+                found |= sizes
         return found
 
     async def _tokens(self, place: str, job: Job) -> list[int]:

