@@ -44,6 +44,8 @@ class Overlay:
     environment: Mapping[str, str]
     files: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, Path] = field(default_factory=dict)
+    kept: tuple[Path, ...] = ()
+    """Folders of the user's that must be there before they are linked to: what the harness leaves in them stays."""
     notes: tuple[str, ...] = ()
     sign: Path | None = None
     """A file that the harness's plugin writes anew when it is loaded."""
@@ -209,11 +211,12 @@ def _pi(command: tuple[str, ...], target: Target, environment: Mapping[str, str]
     }
     models["providers"] = providers
     entries = home.iterdir() if home.is_dir() else ()
-    links = {f"pi/{entry.name}": entry for entry in entries if entry != own}
+    sessions = home / "sessions"
+    links = {f"pi/{entry.name}": entry for entry in (*entries, sessions) if entry != own}
     flags = () if "--provider" in command else ("--provider", "homeport", "--model", target.model)
     chosen = {"PI_CODING_AGENT_DIR": str(folder / "pi")}
     files = {"pi/models.json": json.dumps(models)}
-    return Overlay("pi", _with_flags("pi", command, flags), chosen, files, links)
+    return Overlay("pi", _with_flags("pi", command, flags), chosen, files, links, kept=(sessions,))
 
 
 def _pi_limit(context_tokens: int | None) -> dict[str, int]:

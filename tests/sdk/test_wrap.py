@@ -73,7 +73,9 @@ def test_a_plugin_the_user_configured_is_not_added_twice(tmp_path: Path, listed:
 
 
 def test_kilo_gets_the_same_provider_under_its_own_name_and_no_plugin(tmp_path: Path) -> None:
-    plan = overlay(["kilo", "run", "--auto", "hi"], TARGET, {"KILO_CONFIG_CONTENT": '{"permission": "allow"}'}, tmp_path)
+    plan = overlay(
+        ["kilo", "run", "--auto", "hi"], TARGET, {"KILO_CONFIG_CONTENT": '{"permission": "allow"}'}, tmp_path
+    )
     config = json.loads(plan.environment["KILO_CONFIG_CONTENT"])
     assert config["permission"] == "allow"
     assert config["provider"]["homeport"]["options"]["baseURL"] == "http://127.0.0.1:8080/v1"
@@ -90,7 +92,7 @@ def test_pi_gets_a_linked_copy_with_a_provider_that_names_sessions(tmp_path: Pat
     models = json.loads(plan.files["pi/models.json"])
     assert set(models["providers"]) == {"mine", "homeport"}
     assert models["providers"]["homeport"]["compat"] == {"sendSessionAffinityHeaders": True}
-    assert plan.links == {"pi/settings.json": home / "settings.json"}
+    assert plan.links == {"pi/settings.json": home / "settings.json", "pi/sessions": home / "sessions"}
     assert plan.environment["PI_CODING_AGENT_DIR"] == str(tmp_path / "work" / "pi")
     assert plan.command == ("pi", "--provider", "homeport", "--model", "tiny", "-p", "hi")
 
@@ -191,6 +193,15 @@ def test_a_plugin_that_was_not_loaded_is_told(proxy: str, tmp_path: Path, loads:
     done = wrap(proxy, "--", str(fake), env={**os.environ, **variables})
     assert done.returncode == 0
     assert ("the opencode plugin was not loaded" in done.stderr) is not loads
+
+
+def test_what_pi_leaves_in_its_sessions_outlives_the_run(proxy: str, tmp_path: Path) -> None:
+    fake = tmp_path / "pi"
+    fake.write_text('#!/bin/sh\necho told > "$PI_CODING_AGENT_DIR/sessions/one"\n')
+    fake.chmod(0o755)
+    done = wrap(proxy, "--no-report", "--", str(fake), env={**os.environ, "HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / ".pi" / "agent" / "sessions" / "one").read_text() == "told\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -103,6 +103,8 @@ def _get(url: str, key: str | None) -> JsonValue:
 
 
 def _lay_out(plan: Overlay, folder: Path) -> None:
+    for kept in plan.kept:
+        kept.mkdir(parents=True, exist_ok=True)
     for name, text in plan.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
