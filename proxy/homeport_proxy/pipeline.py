@@ -20,6 +20,8 @@ from homeport_proxy import handoff, paths, peering, stored
 from homeport_proxy.api import of_path
 from homeport_proxy.api.base import ClientApi, is_internal
 from homeport_proxy.api.plain import OTHER
+from homeport_proxy.carrying import carried
+from homeport_proxy.config import Backend
 from homeport_proxy.control import Control
 from homeport_proxy.document import Document
 from homeport_proxy.downstream import Downstream, RawResponse
@@ -33,7 +35,7 @@ from homeport_proxy.intake import read_body
 from homeport_proxy.job import Job
 from homeport_proxy.marks import Marks
 from homeport_proxy.prefix import Prefixes
-from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, Word
+from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, SessionView, Word
 from homeport_proxy.splice import NotAnObjectError, edit, raw_members
 from homeport_proxy.tokens import TokenBlocks
 
@@ -206,6 +208,8 @@ class Pipeline:
         except NoPlaceError as error:
             raise no_backend(f"{error}.") from None
         exchange.ticket = ticket
+        if ticket.decision is not None and self._may_split(exchange, before):
+            ticket.decision = carried(self.control.fleet, ticket.decision, before)
         if exchange.identity is not None:
             exchange.cache = _cache_word(before.warm if before else False, before.keep_s if before else None)
         if exchange.home_region_down and ticket.decision is not None and ticket.decision.word is Word.PLACED:
@@ -226,6 +230,7 @@ class Pipeline:
             model=exchange.model,
             session=identity.session,
             prompt_tokens=max(1, exchange.prompt_tokens_estimate),
+            prompt_estimated=not exchange.prefix.token_blocks,
             prefix=exchange.prefix,
             tenant=exchange.tenant,
             tenant_weight=exchange.caller.weight,
@@ -234,10 +239,10 @@ class Pipeline:
             kind=identity.kind,
             final=identity.final,
             expected_output_tokens=_expected_output(document) if exchange.identity else 1,
-            split_refused=self._split_refused(exchange, document),
+            split_refused=self._split_refused(exchange),
         )
 
-    def _split_refused(self, exchange: Exchange, document: Mapping[str, JsonValue]) -> str | None:
+    def _split_refused(self, exchange: Exchange) -> str | None:
         if exchange.identity is None:
             return "it generates nothing"
         members = self.control.fleet.members.values()
@@ -246,11 +251,14 @@ class Pipeline:
         )
         if prefill is None:
             return None
-        transfer = transfer_of(prefill.engine, prefill.kv_transfer, prefill.kv_store)
-        if transfer is None:
-            return f"{prefill.name} cannot hand over"
-        asked = {name: document[name] for name in capabilities.MEMBERS if name in document}
-        return transfer.refuses(cast("Api", exchange.api), asked)
+        return _refuses(prefill, exchange)
+
+    def _may_split(self, exchange: Exchange, before: SessionView | None) -> bool:
+        """Whether the session's home may prefill this request for another place."""
+        home = self.control.fleet.member(before.home) if before is not None and before.home is not None else None
+        if home is None or not home.carry or exchange.document is None:
+            return False
+        return _refuses(home.backend, exchange) is None
 
     async def _hold_to_stored_state(self, exchange: Exchange) -> None:
         """A request that names stored state is served by the backend that holds it, or refused."""
@@ -386,6 +394,15 @@ def _expected_output(document: Mapping[str, JsonValue]) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return min(value, EXPECTED_OUTPUT_TOKENS)
     return EXPECTED_OUTPUT_TOKENS
+
+
+def _refuses(prefill: Backend, exchange: Exchange) -> str | None:
+    """Why this request's prefill cannot be handed over by that backend; None when it can."""
+    transfer = transfer_of(prefill.engine, prefill.kv_transfer, prefill.kv_store)
+    if transfer is None:
+        return f"{prefill.name} cannot hand over"
+    asked = {name: exchange.members[name] for name in capabilities.MEMBERS if name in exchange.members}
+    return transfer.refuses(cast("Api", exchange.api), asked)
 
 
 def _cache_word(warm: bool, keep_s: float | None) -> str:

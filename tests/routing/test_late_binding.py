@@ -1,6 +1,8 @@
 """Held requests: short ones first, nothing starves, tenants and users get their shares, idle places help."""
 
-from homeport_proxy.routing.views import RoutingSettings, Ticket, Word
+import pytest
+
+from homeport_proxy.routing.views import PrefixKeys, RoutingSettings, Ticket, Word
 from routing.routing_kit import Fleet, request, spec
 
 
@@ -47,6 +49,29 @@ def test_many_short_prompts_in_flight_are_no_queue() -> None:
     assert len(fleet.router.due(0.0)) == 50
     for ticket in tickets:
         fleet.router.cancel(ticket, 0.0)
+    assert fleet.empty()
+
+
+@pytest.mark.parametrize("prompt_tokens", [24, 300])
+def test_an_engine_whose_steps_are_slow_gets_a_step_full_of_prompts(prompt_tokens: int) -> None:
+    """Steps of a second that take every prompt waiting: learning that each took a second must not send one a step."""
+    fleet = Fleet(spec("d0"))
+    waiting = [
+        fleet.router.arrive(request(f"s{n}", 1, prompt_tokens=prompt_tokens, prefix=PrefixKeys()), 0.0)
+        for n in range(100)
+    ]
+    steps, started = 0, 0
+    while started < len(waiting):
+        batch = fleet.router.due(fleet.now_s)
+        started += len(batch)
+        steps += 1
+        fleet.now_s += 1.0
+        for ticket in batch:
+            fleet.router.first_token(ticket, fleet.now_s)
+            fleet.router.finished(
+                ticket, fleet.now_s, prompt_tokens=prompt_tokens, cached_tokens=0, output_tokens=1, ok=True
+            )
+    assert steps <= 100 / (2048 // prompt_tokens) + 2
     assert fleet.empty()
 
 
@@ -119,7 +144,7 @@ def test_users_of_one_tenant_share_as_well() -> None:
 
 def test_an_idle_place_takes_a_waiting_request_of_another() -> None:
     fleet = Fleet(spec("d0"), spec("d1"))
-    first = fleet.ask(request("s", 4))
+    first = fleet.ask(request("s", 40))
     assert first.decision is not None
     home = first.decision.place
     other = "d1" if home == "d0" else "d0"

@@ -68,6 +68,7 @@ def test_the_approximate_index_is_bounded_in_bytes_over_all_places() -> None:
     for number in range(4_000):
         one = request(f"s{number}", 4)
         index.sent(f"d{number % 8}", one)
+        index.settled(f"d{number % 8}")
         assert index.bytes <= budget
     assert index.cached_tokens("d7", request("s3999", 4)) > 0
     assert index.cached_tokens("d0", request("s0", 4)) == 0
@@ -78,10 +79,12 @@ def test_a_place_holds_what_its_engine_can() -> None:
     index.set_place("d0", 128 * 100)
     for number in range(50):
         index.sent("d0", request(f"s{number}", 10))
+        index.settled("d0")
     assert 80 <= index.blocks <= 110
     index.set_place("d0", 128 * 400)
     for number in range(50):
         index.sent("d0", request(f"t{number}", 10))
+        index.settled("d0")
     assert 350 <= index.blocks <= 440
     index.forget("d0")
     assert index.blocks == 0
@@ -97,14 +100,17 @@ def test_one_look_for_all_places_says_what_each_place_says(sent: list[tuple[int,
         index.set_place(f"d{place}", None)
     for number, (place, branch, length) in enumerate(sent):
         index.sent(f"d{place}", prompt_of(branch, length))
+        if number % 3:
+            index.settled(f"d{place}")
         if number % 20 == 19:
             index.forget(f"d{place}")
             index.drop_place(f"d{(place + 1) % 6}")
             index.set_place(f"d{(place + 1) % 6}", None)
         for other in range(4):
             one = prompt_of(other, 12)
-            each = {f"d{n}": index.cached_tokens(f"d{n}", one) for n in range(6)}
-            assert index.cached_by_place(one) == {name: tokens for name, tokens in each.items() if tokens}
+            found = index.cached_by_place(one)
+            for n in range(6):
+                assert found.at(f"d{n}") == index.cached_tokens(f"d{n}", one)
 
 
 def prompt_of(branch: int, length: int) -> RequestView:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, RoutingSettings, Word
+from homeport_proxy.routing.views import Kind, NoPlaceError, PrefixKeys, RequestView, RoutingSettings, Ticket, Word
 from routing.routing_kit import BLOCK_TOKENS, Fleet, chain, request, spec
 
 FOUR = [spec(f"d{n}") for n in range(4)]
@@ -79,6 +79,74 @@ def test_a_home_that_stays_dearer_moves_after_several_times() -> None:
     seen = fleet.router.session("s")
     assert seen is not None
     assert (seen.home, seen.moves) == (other, 1)
+
+
+def loaded_home(fleet: Fleet, session: str) -> tuple[str, list[Ticket]]:
+    """A session of 60 blocks whose home is then given prefill of others to do; the tickets of that."""
+    place = word(fleet, request(session, 60))[1]
+    others = [one.name for one in FOUR if one.name != place]
+    for other in others:
+        fleet.router.set_state(other, "down", fleet.now_s)
+    tickets = [fleet.start(request("busy", 30))]
+    for other in others:
+        fleet.router.set_state(other, "up", fleet.now_s)
+    return place, tickets
+
+
+@pytest.mark.parametrize("kind", ["main", "side"])
+def test_a_session_moves_for_free_when_nothing_of_it_is_cached_at_home(kind: Kind) -> None:
+    fleet = Fleet(*FOUR)
+    place, busy = loaded_home(fleet, "s")
+    compacted = request("s", 60, prefix=PrefixKeys(chain("another head", 60)), kind=kind)
+    ticket = fleet.start(compacted)
+    assert ticket.decision is not None
+    if kind == "side":
+        assert ticket.decision.home == place
+    else:
+        assert ticket.decision.word is Word.MOVED
+        assert ticket.decision.home == ticket.decision.place != place
+        assert "nothing of it is cached at home" in ticket.decision.reason
+    for one in (ticket, *busy):
+        fleet.router.cancel(one, fleet.now_s)
+
+
+def test_a_home_that_holds_the_prefix_is_left_for_nothing_small() -> None:
+    fleet = Fleet(*FOUR)
+    place, busy = loaded_home(fleet, "s")
+    ticket = fleet.start(request("s", 61))
+    assert ticket.decision is not None
+    assert ticket.decision.place == place
+    for one in (ticket, *busy):
+        fleet.router.cancel(one, fleet.now_s)
+    nameless = fleet.ask(request("t", 1, prefix=PrefixKeys(), prompt_tokens=90)).decision
+    assert nameless is not None
+    assert nameless.expected_cached_tokens in (None, 0)
+    assert word(fleet, request("t", 1, prefix=PrefixKeys(), prompt_tokens=190))[0] is Word.HOME
+
+
+def test_a_session_leaves_a_draining_home_when_it_begins_anew() -> None:
+    fleet = Fleet(*FOUR)
+    place = word(fleet, request("s", 60))[1]
+    fleet.router.set_state(place, "draining", fleet.now_s)
+    assert word(fleet, request("s", 62)) == (Word.HOME, place)
+    left, other = word(fleet, request("s", 20, prefix=PrefixKeys(chain("compacted", 20))))
+    assert left is Word.MOVED
+    assert other != place
+
+
+def test_the_prompt_length_that_was_reported_corrects_the_next_estimate() -> None:
+    fleet = Fleet(*FOUR)
+    ticket = fleet.start(request("s", 40, prompt_tokens=5600, prompt_estimated=True))
+    fleet.now_s += 1
+    fleet.router.finished(ticket, fleet.now_s, prompt_tokens=5120, cached_tokens=0, output_tokens=5, ok=True)
+    guessed = fleet.ask(request("s", 50, prompt_tokens=7000, prompt_estimated=True))
+    assert guessed.request.prompt_tokens == pytest.approx(6400, rel=0.01)
+    counted = fleet.ask(request("s", 60, prompt_tokens=7700))
+    assert counted.request.prompt_tokens == 7700
+    short = Fleet(spec("d0", max_model_len=6000))
+    short.end(short.start(request("s", 40, prompt_tokens=5120, prompt_estimated=True)))
+    held = short.ask(request("s", 50, prompt_tokens=5999, prompt_estimated=True))
+    assert held.request.prompt_tokens == 5999
 
 
 def test_a_down_home_fails_over_and_takes_its_session_back() -> None:

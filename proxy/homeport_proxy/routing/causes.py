@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 CAUSES = ("new", "caller", "template", "routed_elsewhere", "evicted", "expired", "cold_backend", "unknown")
 """``new``: never sent before in this conversation. ``caller``: sent before, but the prompt was changed ahead of it.
@@ -13,33 +14,47 @@ CAUSES = ("new", "caller", "template", "routed_elsewhere", "evicted", "expired",
 restarted since. ``unknown``: not reported, or none of these."""
 
 _SAMPLES = 32
+_ENOUGH_BLOCKS = 8
+
+
+@lru_cache(4096)
+def _positions(blocks: int) -> tuple[int, ...]:
+    """Which blocks of a prompt are remembered: evenly spread, the last one among them."""
+    samples = min(_SAMPLES, blocks)
+    return tuple((index + 1) * blocks // samples - 1 for index in range(samples))
 
 
 class PromptTrace:
-    """A prompt remembered by a few of its chained block keys: enough to tell how far the next one continues it."""
+    """A prompt remembered by a few of its chained block keys (64 bits): enough to tell how far the next continues it."""
 
     __slots__ = ("_blocks", "_keys", "tokens")
 
     def __init__(self, keys: Sequence[int], tokens: int) -> None:
         self._blocks = len(keys)
         self.tokens = tokens
-        self._keys = array("Q", (keys[position] & 0xFFFFFFFFFFFFFFFF for position in self._positions()))
+        self._keys = array("Q", [keys[position] for position in _positions(self._blocks)])
 
-    def _positions(self) -> list[int]:
-        samples = min(_SAMPLES, self._blocks)
-        return [(index + 1) * self._blocks // samples - 1 for index in range(samples)]
+    def continued_tokens(self, keys: Sequence[int]) -> int | None:
+        """Tokens of a later prompt that continues this one, at this one's tokens per block; None when it does not."""
+        if (
+            self._blocks < _ENOUGH_BLOCKS
+            or len(keys) < self._blocks
+            or self.shared_tokens(keys, self.tokens) < self.tokens
+        ):
+            return None
+        return self.tokens + round((len(keys) - self._blocks) * self.tokens / (self._blocks + 0.5))
 
     def shared_tokens(self, keys: Sequence[int], tokens: int) -> int:
         """Tokens of a later prompt (``keys``, ``tokens``) that repeat this one's head, to a 32nd of its length."""
         if not self._blocks:
             return 0
+        if len(keys) >= self._blocks and keys[self._blocks - 1] == self._keys[-1]:
+            return min(self.tokens, tokens)  # a plain continuation: the unfinished last block is repeated as well
         depth = 0
-        for position, key in zip(self._positions(), self._keys, strict=True):
-            if position >= len(keys) or keys[position] & 0xFFFFFFFFFFFFFFFF != key:
+        for position, key in zip(_positions(self._blocks), self._keys, strict=True):
+            if position >= len(keys) or keys[position] != key:
                 break
             depth = position + 1
-        if depth == self._blocks:
-            return min(self.tokens, tokens)  # a plain continuation: the unfinished last block is repeated as well
         return min(self.tokens * depth // self._blocks, tokens)
 
 

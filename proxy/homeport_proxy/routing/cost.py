@@ -52,15 +52,13 @@ def queue_wait_s(place: PlaceView, own_prefill_s: float, now_s: float, settings:
 def decode_slowdown_s(place: PlaceView, prompt_tokens: int, output_tokens: int) -> float:
     """Seconds by which this request's own decoding and its neighbours' are slowed by joining the place's batch.
 
-    One more sequence and its context lengthen every step of everyone; speculative acceptance shortens all decoding
-    by the tokens a step yields.
+    The others' sequences and context lengthen each of its steps, its own lengthen each of theirs; speculative
+    acceptance shortens all decoding by the tokens a step yields.
     """
-    rates = place.rates
-    step = decode_step_s(rates, place.requests + 1, place.decode_tokens + prompt_tokens)
-    alone = decode_step_s(rates, 1, prompt_tokens)
-    added = rates.per_sequence_s + prompt_tokens * rates.per_context_token_s
-    steps = output_tokens / max(place.tokens_per_step, 1.0)
-    return steps * (step - alone + added * place.requests)
+    rates, others = place.rates, place.requests
+    theirs_s = others * rates.per_sequence_s + place.decode_tokens * rates.per_context_token_s
+    own_s = rates.per_sequence_s + prompt_tokens * rates.per_context_token_s
+    return output_tokens / max(place.tokens_per_step, 1.0) * (theirs_s + others * own_s)
 
 
 def cluster_rho(places: Sequence[PlaceView]) -> float:

@@ -39,8 +39,8 @@ def decide(
         new_home = home.name if home is not None else None
     prefill_place = None
     prefill_cached = None
-    prefills = [candidate for candidate in usable if candidate.role == "prefill"]
     if place.role == "decode":
+        prefills = [candidate for candidate in usable if candidate.role == "prefill"]
         plan = prefill_plan(request, place, prefills, now_s, settings)
         reason = f"{reason}; {plan.why}"
         if plan.place is not None:
@@ -65,6 +65,8 @@ def _expected(place: PlaceView) -> int | None:
 
 
 def _usable(places: Sequence[PlaceView], home: PlaceView | None) -> list[PlaceView]:
+    if all(place.state == "up" and not place.cooling and place.role == "mixed" for place in places) and places:
+        return list(places)
     hosts = [place for place in places if place.role != "prefill"]
     if not hosts:
         raise NoPlaceError("no backend that can decode serves this model")
@@ -98,6 +100,8 @@ def _word(
         return Word.HOME, f"home, {held}", home.name
     if home.state == "draining" and not home.bound:
         return Word.MOVED, f"home {home.name} is draining", home.name if request.kind == "side" else place.name
+    if home.state != "down" and request.kind != "side" and home.nothing_to_lose(place, request.prompt_tokens):
+        return Word.MOVED, f"nothing of it is cached at home {home.name}", place.name
     if home.state == "down":
         gone = home.down_s >= settings.gone_after_s and request.kind != "side"
         return Word.FAILOVER, f"home {home.name} is down", place.name if gone else home.name

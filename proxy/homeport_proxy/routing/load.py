@@ -129,6 +129,11 @@ class PlaceLoad:
         """
         return max(self.prefill_left_s(now_s) - self.fixed_s * len(self._prefills), 0.0)
 
+    def takes(self, uncached_tokens: int, below_s: float, step_tokens: int, now_s: float) -> bool:
+        """Whether late binding may send one more: there is little prefill left, or it fits into one step of the engine
+        together with what is outstanding (it then waits for no other, however slow the step)."""
+        return self.prefill_tokens + uncached_tokens <= step_tokens or self.backlog_s(now_s) <= below_s
+
     def next_change_s(self, below_s: float, now_s: float) -> float:
         """When :meth:`backlog_s` is first at most ``below_s`` if no first token arrives."""
         left_s = self.prefill_left_s(now_s)

@@ -25,6 +25,9 @@ class ForeignLoad:
     decode_tokens: int = 0
 
 
+_NONE = ForeignLoad()
+
+
 class Place:
     """Mutable state of a placement unit; survives reloads of its spec."""
 
@@ -34,7 +37,7 @@ class Place:
         self.down_since_s: float | None = None
         self.cool_until_s = 0.0
         self.share = 1.0
-        self.foreign = ForeignLoad()
+        self.foreign = _NONE
         self.stats: EngineStats | None = None
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -108,15 +111,20 @@ class Place:
         view, load = self.view, self.load
         view.state = self.state
         view.cooling = now_s < self.cool_until_s
-        foreign = self.foreign
-        foreign_s = foreign.prefill_tokens / self.rates.tokens_per_s
-        # a place in slow start has only a share of its speed to give: what waits there takes so much longer
-        view.wait_s = (load.prefill_left_s(now_s) + foreign_s) / self.share
+        view.wait_s = load.prefill_left_s(now_s)
         view.rho = load.rho(now_s)
-        view.requests = load.requests + foreign.requests
+        view.requests = load.requests
         view.waiting = load.waiting
-        view.prefill_tokens = load.prefill_tokens + foreign.prefill_tokens
-        view.decode_tokens = load.decode_tokens + foreign.decode_tokens
+        view.prefill_tokens = load.prefill_tokens
+        view.decode_tokens = load.decode_tokens
+        foreign = self.foreign
+        if foreign is not _NONE:
+            view.wait_s += foreign.prefill_tokens / self.rates.tokens_per_s
+            view.requests += foreign.requests
+            view.prefill_tokens += foreign.prefill_tokens
+            view.decode_tokens += foreign.decode_tokens
+        # a place in slow start has only a share of its speed to give: what waits there takes so much longer
+        view.wait_s /= self.share
         view.down_s = now_s - self.down_since_s if self.down_since_s is not None else 0.0
         return view
 

@@ -20,15 +20,19 @@ _MAX_USERS = 10_000
 
 
 class Held:
-    """A request in a queue: the decision it waits for, predicted prefill there (s), since when, and its sort key."""
+    """A request in a queue: the decision it waits for, predicted prefill there (s, uncached tokens), since when, and
+    its sort key."""
 
-    __slots__ = ("decision", "out", "place", "rank", "since_s", "ticket", "work_s")
+    __slots__ = ("decision", "out", "place", "rank", "since_s", "ticket", "uncached_tokens", "work_s")
 
-    def __init__(self, ticket: Ticket, decision: Decision, place: str, work_s: float, since_s: float) -> None:
+    def __init__(
+        self, ticket: Ticket, decision: Decision, place: str, work_s: float, uncached_tokens: int, since_s: float
+    ) -> None:
         self.ticket = ticket
         self.decision = decision
         self.place = place
         self.work_s = work_s
+        self.uncached_tokens = uncached_tokens
         self.since_s = since_s
         self.rank = 0.0
         self.out = False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import count
 from random import Random
+from zlib import crc32
 
 from homeport_engines.base import EngineStats
 from homeport_engines.vllm.kv import KvBatch
@@ -88,7 +89,6 @@ class Router:
 
     def set_places(self, places: Sequence[PlaceSpec]) -> None:
         """The fleet as configured or discovered; places that stay keep their state, load, index and learned rates."""
-        self._shortlist.changed()
         wanted = {spec.name: spec for spec in places}
         for name in [name for name in self._places if name not in wanted]:
             del self._places[name]
@@ -100,6 +100,7 @@ class Router:
             else:
                 place.renew(spec)
             self._index.set_place(name, place.view.kv_capacity_tokens)
+        self._shortlist.changed(self._places.values())
 
     def set_state(self, backend: str, state: State, now_s: float) -> None:
         """A backend's health changed, for all of its ranks."""
@@ -156,13 +157,9 @@ class Router:
 
     def arrive(self, request: RequestView, now_s: float) -> Ticket:
         """Take a request; it is decided by the next ``due``, or held. Raises NoPlaceError when nothing can take it."""
-        salt = scoped(request)
-        if salt:
-            keys = [key ^ salt for key in request.prefix.text_blocks]
-            prefix = PrefixKeys(keys, request.prefix.text_block_chars, request.prefix.token_blocks)
-            request = replace(request, prefix=prefix)
-        ticket = Ticket(request, now_s)
         session = self._sessions.known_or_new(request.session, now_s)
+        request = self._as_known(request, session)
+        ticket = Ticket(request, now_s)
         decision = self._decide(request, session, now_s)
         flight = self._flights[ticket] = Flight(next(self._keys), request, session, session.last_used_s)
         session.open_requests += 1
@@ -338,6 +335,20 @@ class Router:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _as_known(self, request: RequestView, session: Session) -> RequestView:
+        """The request with its scope's own digests, and with the prompt length that the session's last answer tells."""
+        salt = scoped(request)
+        if salt:
+            keys = [key ^ salt for key in request.prefix.text_blocks]
+            prefix = PrefixKeys(keys, request.prefix.text_block_chars, request.prefix.token_blocks)
+            request = replace(request, prefix=prefix)
+        if request.prompt_estimated and session.prompt_tokens and session.trace is not None:
+            tokens = session.trace.continued_tokens(request.prefix.text_blocks)
+            if tokens is not None:
+                longest = self._shortlist.longest
+                request = replace(request, prompt_tokens=tokens if longest is None else min(tokens, longest - 1))
+        return request
+
     def _lies_at_host(self, ticket: Ticket, flight: Flight) -> None:
         """After a separate prefill: the prompt's KV is now known to lie at the decode engine as well."""
         if flight.host is not None and flight.prefiller is not flight.host:
@@ -368,16 +379,19 @@ class Router:
         parent_home = parent.home if parent is not None else None
         views = []
         tokenised = bool(request.prefix.token_blocks)
+        indexed = tokenised or bool(request.prefix.text_blocks)
         for place in self._shortlist.pick(eligible, request, (home, parent_home), cached, now_s):
             name = place.spec.name
             view = place.refresh(now_s)
             view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name)
-            view.cached_tokens = cached.get(name, 0)
+            view.cached_tokens = cached.at(name) if indexed else None
             view.host_tokens = index.host_tokens(name, request) if tokenised else 0
             view.rtt_s = place.rates.rtt_s + request.rtt_s.get(place.spec.backend, 0.0)
             view.confidence = place.confidence.of(request.api)
             view.home = name == home
-            view.bound = view.home and now_s - session.last_used_s < self.settings.drain_idle_s
+            view.rewritten = view.home and _rewritten(session, request, cached.at(name))
+            active = view.home and now_s - session.last_used_s < self.settings.drain_idle_s
+            view.bound = active and not view.rewritten
             view.parent = name == parent_home
             view.dearer_times = session.dearer_times if view.home else 0
             views.append(view)
@@ -400,29 +414,30 @@ class Router:
     def _enter(self, ticket: Ticket, flight: Flight, decision: Decision, now_s: float, since_s: float) -> Held | None:
         """Into the queue of the place that will prefill, or (without late binding) straight through."""
         worker = self._places[decision.prefill_place or decision.place]
-        request = ticket.request
-        work_s = self._work_s(worker, request)
+        work_s, uncached_tokens = self._work(worker, ticket.request)
         worker.load.offer(work_s, now_s)
         if not self.settings.late_binding:
             self._bind(ticket, flight, decision, now_s)
             self._ready.append(ticket)
             return None
-        held = flight.held = Held(ticket, decision, worker.spec.name, work_s, since_s)
+        held = flight.held = Held(ticket, decision, worker.spec.name, work_s, uncached_tokens, since_s)
         self._queues.push(held)
         return held
 
-    def _work_s(self, worker: Place, request: RequestView) -> float:
+    def _work(self, worker: Place, request: RequestView) -> tuple[float, int]:
+        """Predicted prefill of a request at ``worker``: seconds, uncached tokens."""
         name = worker.spec.name
         cached = int(self._index.cached_tokens(name, request) * worker.confidence.of(request.api))
-        return tiered_prefill_s(worker.rates, request.prompt_tokens, cached, self._index.host_tokens(name, request))
+        host_tokens = self._index.host_tokens(name, request)
+        prompt_tokens = request.prompt_tokens
+        return tiered_prefill_s(worker.rates, prompt_tokens, cached, host_tokens), prompt_tokens - cached
 
     def _serve(self, name: str, now_s: float) -> list[Ticket]:
         """Send a place its next requests, as long as it has little prefill left."""
         decided = []
-        place = self._places[name]
-        while place.load.backlog_s(now_s) <= self.settings.hold_below_s:
-            held = self._queues.first(name, now_s)
-            if held is None:
+        load, settings = self._places[name].load, self.settings
+        while (held := self._queues.first(name, now_s)) is not None:
+            if not load.takes(held.uncached_tokens, settings.hold_below_s, settings.step_tokens, now_s):
                 break
             self._queues.take(held)
             flight = self._flights[held.ticket]
@@ -540,4 +555,12 @@ class Router:
 
 def flight_seed(request_id: str) -> int:
     """A request's own seed: random policies repeat whatever else happens around it."""
-    return sum(ord(char) * (index + 1) for index, char in enumerate(request_id))
+    return crc32(request_id.encode("utf-8", "replace"))
+
+
+def _rewritten(session: Session, request: RequestView, cached_tokens: int) -> bool:
+    """Whether the prompt repeats less than half of the session's last one (looked at only when little is cached)."""
+    last = session.trace
+    if last is None or cached_tokens * 2 >= last.tokens or not request.prefix.text_blocks:
+        return False
+    return last.shared_tokens(request.prefix.text_blocks, request.prompt_tokens) * 2 < last.tokens

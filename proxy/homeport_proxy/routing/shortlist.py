@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from heapq import nsmallest
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import xxhash
 
+from homeport_proxy.routing.index.residency import Residency
 from homeport_proxy.routing.place import Place
 from homeport_proxy.routing.views import RequestView, Role
 
 SMALL_FLEET = 16
-_LEAST_LOADED = 6
+_LEAST_LOADED = 4
 _WARMEST = 4
 _BURDEN = attrgetter("load.burden_s")
+_USABLE = ("up", "unknown")
 
 
 class Shortlist:
@@ -28,11 +29,21 @@ class Shortlist:
     def __init__(self) -> None:
         self._eligible: dict[tuple[str, str | None], list[Place]] = {}
         self._limited = False
+        self._longest: int | None = None
+        self._roles: tuple[Role, ...] = ()
 
-    def changed(self) -> None:
+    def changed(self, places: Iterable[Place]) -> None:
         """The fleet is another."""
         self._eligible.clear()
-        self._limited = False
+        limits = [place.spec.max_model_len for place in places]
+        self._limited = any(limit is not None for limit in limits)
+        self._longest = max((limit for limit in limits if limit is not None), default=None) if all(limits) else None
+        self._roles = tuple({place.spec.role for place in places})
+
+    @property
+    def longest(self) -> int | None:
+        """The longest context (tokens) that any place takes; None: not known of all."""
+        return self._longest
 
     def eligible(self, places: Mapping[str, Place], request: RequestView) -> Sequence[Place]:
         """Places that can serve the request's model, adapter and length, by name."""
@@ -44,7 +55,6 @@ class Shortlist:
             if len(self._eligible) > 256:
                 self._eligible.clear()  # wildcards make model names endless
             self._eligible[key] = found
-            self._limited |= any(place.spec.max_model_len is not None for place in found)
         tokens = request.prompt_tokens
         return [place for place in found if place.fits(tokens)] if self._limited else found
 
@@ -53,25 +63,22 @@ class Shortlist:
         eligible: Sequence[Place],
         request: RequestView,
         own: Collection[str | None],
-        cached_tokens: Mapping[str, int],
+        cached: Residency,
         now_s: float,
     ) -> Sequence[Place]:
         """The places to price, of each role; ``own``: the session's home, its parent's."""
         if len(eligible) <= SMALL_FLEET:
             return eligible
-        usable = [place for place in eligible if place.state in ("up", "unknown") and place.cool_until_s <= now_s]
-        start = xxhash.xxh3_64_intdigest(request.session.encode()) % max(len(usable), 1)
-        turned = usable[start:] + usable[:start]
+        start = xxhash.xxh3_64_intdigest(request.session.encode()) % len(eligible)
+        usable = [place for place in eligible if place.state in _USABLE and place.cool_until_s <= now_s]
+        usable = usable[start:] + usable[:start]
         picked = {place.spec.name: place for place in eligible if place.spec.name in own}
-        # what all places hold of the prompt (the shared head) makes none of them warm
-        floor = min(cached_tokens.values()) if len(cached_tokens) >= len(eligible) else 0
-        warm_tokens = {name: tokens for name, tokens in cached_tokens.items() if tokens > floor}
-        roles: set[Role] = {place.spec.role for place in usable}
-        for role in roles:
-            members = [place for place in turned if place.spec.role == role] if len(roles) > 1 else turned
+        warm_tokens = cached.more  # what all places hold (the shared head) makes none of them warm
+        for role in self._roles:
+            members = [place for place in usable if place.spec.role == role] if len(self._roles) > 1 else usable
             warm = [place for place in members if place.spec.name in warm_tokens] if warm_tokens else []
             if len(warm) > _WARMEST:
-                warm = nsmallest(_WARMEST, warm, key=lambda place: -warm_tokens[place.spec.name])
-            for place in (*warm, *nsmallest(_LEAST_LOADED, members, key=_BURDEN)):
+                warm.sort(key=lambda place: -warm_tokens[place.spec.name])
+            for place in (*warm[:_WARMEST], *sorted(members, key=_BURDEN)[:_LEAST_LOADED]):
                 picked[place.spec.name] = place
         return list(picked.values()) if any(place.spec.role != "prefill" for place in picked.values()) else eligible

@@ -63,6 +63,7 @@ class RequestView:
     model: str
     session: str
     prompt_tokens: int
+    """As the engine will count them, or an estimate (``prompt_estimated``)."""
     prefix: PrefixKeys = field(default_factory=PrefixKeys)
     tenant: str = ""
     tenant_weight: float = 1.0
@@ -76,6 +77,8 @@ class RequestView:
     """Requests of different scopes share no cache (a tenant's salt); empty: the whole fleet's."""
     rtt_s: Mapping[str, float] = field(default_factory=dict)
     """Extra round trip by backend, for a request that came in far from it (seconds)."""
+    prompt_estimated: bool = False
+    """``prompt_tokens`` was guessed from the size of the body; what the session's last answer reported is better."""
     split_refused: str | None = None
     """Why prefill and decode must stay on one engine (from the capability table); None when they may part."""
 
@@ -138,22 +141,24 @@ class RoutingSettings:
     ``k0``, ``k1``: shadow price of recomputed seconds, ``k0 + k1 * rho / (1 - rho)`` with the cluster's load rho.
     ``tau_first_s``, ``tau_later_s``: seconds charged per unit of a place's own offered load, for a session's first
     request and for later ones. ``decode_weight``: seconds to the first token that one second of slower decoding is
-    worth. ``hold_below_s``: late binding sends the next request to a place once it has at most
-    this much prefill left. ``age_weight``: seconds of predicted prefill that one second of waiting buys.
+    worth. ``hold_below_s``: late binding sends the next request to a place once it has at most this much prefill left.
+    ``step_tokens``: uncached tokens that an engine computes in one step; so many may be outstanding at a place whatever
+    they are predicted to take. ``age_weight``: seconds of predicted prefill that one second of waiting buys.
     ``starve_after_s``: a request held longer goes next, whatever its length.
     """
 
     policy: PolicyName = "cost"
     shadow: tuple[str, ...] = ()
     load_bound: float = 1.25
-    k0: float = 2.0
-    k1: float = 1.5
+    k0: float = 1.0
+    k1: float = 0.5
     tau_first_s: float = 2.0
     tau_later_s: float = 1.0
     decode_weight: float = 0.1
     load_window_s: float = 60.0
     late_binding: bool = True
     hold_below_s: float = 0.1
+    step_tokens: int = 2048
     age_weight: float = 0.3
     starve_after_s: float = 120.0
     min_uncached_tokens: int = 256
@@ -210,6 +215,8 @@ class PlaceView:
     home: bool = False
     bound: bool = False
     """The home of a session that is active: it may finish there while the place drains."""
+    rewritten: bool = False
+    """The home of a session whose prompt no longer continues its last one (compaction, a changed head)."""
     parent: bool = False
     """The parent session's home."""
     dearer_times: int = 0
@@ -219,6 +226,15 @@ class PlaceView:
     def expected_cached_tokens(self) -> int:
         """Index figure discounted by the index's confidence; 0 when unknown."""
         return int((self.cached_tokens or 0) * self.confidence)
+
+    def nothing_to_lose(self, other: PlaceView, prompt_tokens: int) -> bool:
+        """Whether a session leaves this home for ``other`` for free: its prefix is gone from here, or it begins anew,
+        and ``other`` holds as much of the prompt (to a twentieth). False while no index knows."""
+        if self.cached_tokens is None:
+            return False
+        slack = prompt_tokens // 20
+        gone = self.rewritten or self.cached_tokens <= slack
+        return gone and self.cached_tokens <= (other.cached_tokens or 0) + slack
 
     def copy(self) -> PlaceView:
         """A snapshot that later changes do not reach."""

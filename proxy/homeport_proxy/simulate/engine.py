@@ -31,7 +31,11 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class SimEngine:
-    """One replica. ``cache`` may be shared between replicas (the bound of one cache for all)."""
+    """One replica.
+
+    ``shared``: ``cache`` belongs to all replicas, and a prompt's blocks count as held from the start of its prefill:
+    nothing is ever computed twice at the same time, so that no placement can find more cached (the bound).
+    """
 
     name: str
     rates: Rates
@@ -39,6 +43,7 @@ class SimEngine:
     block_tokens: int
     chunk_tokens: int
     noise: float = 0.0
+    shared: bool = False
     rng: Random = field(default_factory=Random)
     waiting: deque[Job] = field(default_factory=deque)
     running: Job | None = None
@@ -58,6 +63,8 @@ class SimEngine:
         job = self.running = self.waiting.popleft()
         cached = min(self.cache.match(job.call.keys) * self.block_tokens, job.call.prompt_tokens - 1)
         job.cached_tokens = cached
+        if self.shared:
+            self.cache.use(job.call.keys)
         uncached = job.call.prompt_tokens - cached
         work_s = prefill_s(self.rates, uncached, cached)
         if self.noise:

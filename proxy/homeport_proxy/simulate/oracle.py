@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from homeport_proxy.routing.index.residency import Residency
 from homeport_proxy.routing.views import IndexState, RequestView
 from homeport_proxy.simulate.engine import SimEngine
 
@@ -32,9 +33,9 @@ class OracleIndex:
         depth = self._engines[place].cache.match(request.prefix.text_blocks)
         return min(depth * self._block_tokens, max(0, request.prompt_tokens - 1))
 
-    def cached_by_place(self, request: RequestView) -> dict[str, int]:
+    def cached_by_place(self, request: RequestView) -> Residency:
         """The same for every engine."""
-        return {place: self.cached_tokens(place, request) for place in self._engines}
+        return Residency(0, {place: self.cached_tokens(place, request) for place in self._engines})
 
     def host_tokens(self, place: str, request: RequestView) -> int:
         """The simulated engines have one tier."""

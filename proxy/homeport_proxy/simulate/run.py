@@ -120,15 +120,17 @@ class Simulation:
         heapq.heappush(self._events, (time_s, self._serial, action))
 
     def run(self) -> Samples:
-        """Play everything."""
+        """Play everything. What happens at one moment is all known before anything is sent."""
         span_s = self._start()
         start, end = self.cluster.window
         self.samples.window_s = (0.0, math.inf) if self._whole else (start * span_s, end * span_s)
-        while self._events:
-            self.now_s, _, action = heapq.heappop(self._events)
+        events = self._events
+        while events:
+            self.now_s = events[0][0]
             if self.now_s > self.samples.window_s[1] and not self._measuring:
                 break  # what comes after the window changes nothing in it
-            action()
+            while events and events[0][0] <= self.now_s:
+                heapq.heappop(events)[2]()
             self._pump()
         return self.samples
 
@@ -361,6 +363,7 @@ def _engines(cluster: Cluster, policy: str, seed: int) -> dict[str, SimEngine]:
             cluster.block_tokens,
             cluster.chunk_tokens,
             cluster.noise,
+            shared is not None,
             Random(rng.random()),
         )
     return engines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from homeport_proxy.routing.index.lru import BYTES_PER_BLOCK, PrefixLru
+from homeport_proxy.routing.index.residency import NOWHERE, Residency
 from homeport_proxy.routing.views import RequestView
 
 
@@ -22,6 +23,7 @@ class ApproximateIndex:
         self._total = 0
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._all = 0
         self._holders: dict[int, int] = {}
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -35,10 +37,8 @@ class ApproximateIndex:
         if place not in self._blocks:
             self._blocks[place] = PrefixLru(1)
             self._blocks[place].gone = []
-            taken = 0
-            for bit in self._bits.values():
-                taken |= bit
-            bit = self._bits[place] = ~taken & (taken + 1)  # the lowest bit that is free
+            bit = self._bits[place] = ~self._all & (self._all + 1)  # the lowest bit that is free
+            self._all |= bit
             self._names[bit] = place
             self._tokens_per_block[place] = 0.0
 
@@ -48,7 +48,9 @@ class ApproximateIndex:
             return
         self.forget(place)
         del self._blocks[place], self._kv_tokens[place], self._tokens_per_block[place]
-        del self._names[self._bits.pop(place)]
+        bit = self._bits.pop(place)
+        self._all ^= bit
+        del self._names[bit]
 
     def forget(self, place: str) -> None:
         """A place lost its cache (restart)."""
@@ -65,8 +67,8 @@ class ApproximateIndex:
         depth = self._blocks[place].match(keys)
         return min(int(depth * tokens_per_text_block(request)), max(0, request.prompt_tokens - 1)) if depth else 0
 
-    def cached_by_place(self, request: RequestView) -> dict[str, int]:
-        """Tokens of the prompt expected, for every place that should hold some of it.
+    def cached_by_place(self, request: RequestView) -> Residency:
+        """Tokens of the prompt expected at every place.
 
         A place that holds a block of a chain holds all before it, so that the places' depths are found by halving
         between positions where the sets of holders differ.
@@ -74,7 +76,7 @@ class ApproximateIndex:
         keys, holders = request.prefix.text_blocks, self._holders
         first = holders.get(keys[0], 0) if keys else 0
         if not first:
-            return {}
+            return NOWHERE
         depths: list[tuple[int, int]] = []
         spans = [(0, first, len(keys) - 1, holders.get(keys[-1], 0))]
         while spans:
@@ -92,13 +94,18 @@ class ApproximateIndex:
         per_block, most = tokens_per_text_block(request), max(0, request.prompt_tokens - 1)
         found: dict[str, int] = {}
         names = self._names
+        common = 0
+        if first == self._all:
+            common = min(depths)[0]
         for depth, mask in depths:
+            if depth == common:
+                continue
             tokens = min(int(depth * per_block), most)
             while mask:
                 bit = mask & -mask
                 found[names[bit]] = tokens
                 mask ^= bit
-        return found
+        return Residency(min(int(common * per_block), most), found)
 
     def sent(self, place: str, request: RequestView) -> None:
         """The request's prompt goes to ``place`` and will lie there."""
@@ -110,12 +117,22 @@ class ApproximateIndex:
         known = self._tokens_per_block[place]
         self._tokens_per_block[place] = mean = known + 0.05 * (fresh - known) if known else fresh
         held.capacity_blocks = max(1, int(self._kv_tokens[place] / max(mean, 1e-6)))
-        before, depth = len(held), held.match(keys)
-        held.use(keys)
-        self._total += len(held) - before
+        fresh_blocks = held.add(keys)
+        self._total += fresh_blocks
         bit, holders = self._bits[place], self._holders
-        for key in keys[depth:]:
-            holders[key] = holders.get(key, 0) | bit
+        for position in range(len(keys) - fresh_blocks, len(keys)):
+            others = holders.get(keys[position])
+            if others is None:  # nobody holds it, nor anything after it
+                holders.update(dict.fromkeys(keys[position:], bit))
+                break
+            holders[keys[position]] = others | bit
+
+    def settled(self, place: str) -> None:
+        """A prompt sent there was prefilled or called off: only now is room made for it, off the path of a decision."""
+        held = self._blocks.get(place)
+        if held is None:
+            return
+        self._total -= held.shrink(held.capacity_blocks)
         self._settle_gone(place, held)
         if self._total > self._budget_blocks:
             self._shrink()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from homeport_engines.vllm.kv import KvBatch
 from homeport_proxy.routing.index.approximate import ApproximateIndex
 from homeport_proxy.routing.index.exact import ExactIndex
+from homeport_proxy.routing.index.residency import Residency
 from homeport_proxy.routing.views import IndexState, RequestView
 
 
@@ -69,14 +70,17 @@ class PrefixIndex:
         size = self._exact.block_tokens(place) or 0
         return min(self._exact.resident(place, keys).device_blocks * size, max(0, request.prompt_tokens - 1))
 
-    def cached_by_place(self, request: RequestView) -> dict[str, int]:
-        """The same for all places that should hold some of the prompt, in one go."""
+    def cached_by_place(self, request: RequestView) -> Residency:
+        """The same for all places in one go."""
         found = self._approximate.cached_by_place(request)
-        if request.prefix.token_blocks:
-            for place in self._exact.places:
-                if self._keys(place, request) is not None:
-                    found[place] = self.cached_tokens(place, request)
-        return found
+        if not request.prefix.token_blocks:
+            return found
+        exact = {
+            place: self.cached_tokens(place, request)
+            for place in self._exact.places
+            if self._keys(place, request) is not None
+        }
+        return Residency(found.everywhere, {**found.more, **exact})
 
     def host_tokens(self, place: str, request: RequestView) -> int:
         """Further tokens that lie in a tier to load from."""
@@ -99,6 +103,7 @@ class PrefixIndex:
 
     def settled(self, place: str, key: int) -> None:
         """It was prefilled or called off."""
+        self._approximate.settled(place)
         self._exact.settled(place, key)
 
     def state(self, place: str) -> IndexState:

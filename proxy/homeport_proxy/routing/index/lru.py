@@ -53,6 +53,11 @@ class PrefixLru:
 
     def use(self, keys: Sequence[int]) -> int:
         """Note one use of the chain ``keys`` and keep all of it; returns how many blocks were evicted."""
+        self.add(keys)
+        return self.shrink(self.capacity_blocks)
+
+    def add(self, keys: Sequence[int]) -> int:
+        """The same without eviction, which a later ``shrink`` makes up for; returns how many blocks are new."""
         if not keys:
             return 0
         depth = self.match(keys)
@@ -70,7 +75,7 @@ class PrefixLru:
             parent = key
         if not nodes[parent][_CHILDREN]:
             heappush(self._leaves, (clock, parent))
-        return self.shrink(self.capacity_blocks)
+        return len(keys) - depth
 
     def shrink(self, blocks: int) -> int:
         """Evict until at most ``blocks`` are held; returns how many went."""

@@ -15,7 +15,8 @@ For each place b, in seconds::
 - On a decode place with separate prefill: prefill by the cheapest prefill place plus the transfer of what the decode
   place lacks, or by the decode place itself when little is uncached (see ``disaggregate``).
 
-The home is kept when it costs at most ``home_margin_s`` more than the best. Ties go by rendezvous hash.
+The home is kept when it costs at most ``home_margin_s`` more than the best; no more than the best when nothing of the
+session would be lost there. Ties go by rendezvous hash.
 
 Knobs: ``k0``, ``k1``, ``tau_first_s``, ``tau_later_s``, ``decode_weight``, ``load_window_s``, ``home_margin_s``.
 
@@ -51,28 +52,30 @@ def choose(
 
     parts: list[tuple[PlaceView, float, float, float, float, int]] = []
     for place in hosts:
-        cached = place.expected_cached_tokens
+        cached = int((place.cached_tokens or 0) * place.confidence)
         if place.role == "decode" and prefills:
             plan = prefill_plan(request, place, prefills, now_s, settings)
             parts.append((place, plan.wait_s, plan.work_s, plan.transfer_s, plan.rho, plan.cached_tokens))
             continue
         work_s = tiered_prefill_s(place.rates, prompt, cached, place.host_tokens)
-        wait_s = place.wait_s + queue_wait_s(place, work_s, now_s, settings)
+        wait_s = place.wait_s
+        if place.queued_ranks:
+            wait_s += queue_wait_s(place, work_s, now_s, settings)
         parts.append((place, wait_s, work_s, 0.0, place.rho, cached))
-    least_s = min(work_s for _, _, work_s, _, _, _ in parts)
+    least_s = min([part[2] for part in parts])
 
     costs: dict[str, Cost] = {}
     scored: list[tuple[float, PlaceView]] = []
-    home: tuple[float, PlaceView] | None = None
+    home: PlaceView | None = None
     for place, wait_s, work_s, transfer_s, own_rho, cached in parts:
         shadow_s = k * (work_s - least_s)
         load_s = tau_s * own_rho
-        slow_s = settings.decode_weight * decode_slowdown_s(place, prompt, output)
+        slow_s = settings.decode_weight * decode_slowdown_s(place, prompt, output) if place.requests else 0.0
         total_s = wait_s + work_s + shadow_s + load_s + transfer_s + slow_s + place.rtt_s
         costs[place.name] = Cost(total_s, wait_s, work_s, shadow_s, load_s, transfer_s, slow_s, place.rtt_s, cached)
         scored.append((total_s, place))
         if place.home:
-            home = (total_s, place)
+            home = place
     chosen = best(request.session, scored, TIE_S)
     margin_s = settings.move_margin_s if request.kind == "side" else settings.home_margin_s
     if home is None and not costs[chosen.name].cached_tokens:
@@ -80,6 +83,9 @@ def choose(
         parent = next((place for total_s, place in scored if place.parent), None)
         if parent is not None and costs[parent.name].total_s <= costs[chosen.name].total_s + margin_s:
             chosen = parent
-    if home is not None and home[0] <= costs[chosen.name].total_s + margin_s:
-        chosen = home[1]
+    if home is not None and home is not chosen:
+        if request.kind != "side" and home.nothing_to_lose(chosen, prompt):
+            margin_s = TIE_S
+        if costs[home.name].total_s <= costs[chosen.name].total_s + margin_s:
+            chosen = home
     return Choice(chosen, costs)
