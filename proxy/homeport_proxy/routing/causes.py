@@ -25,7 +25,7 @@ def _positions(blocks: int) -> tuple[int, ...]:
 
 
 class PromptTrace:
-    """A prompt remembered by a few of its chained block keys (64 bits): enough to tell how far the next continues it."""
+    """A prompt remembered by a few of its chained block keys (64 bits): enough to tell how far the next repeats it."""
 
     __slots__ = ("_blocks", "_keys", "tokens")
 
@@ -36,11 +36,7 @@ class PromptTrace:
 
     def continued_tokens(self, keys: Sequence[int]) -> int | None:
         """Tokens of a later prompt that continues this one, at this one's tokens per block; None when it does not."""
-        if (
-            self._blocks < _ENOUGH_BLOCKS
-            or len(keys) < self._blocks
-            or self.shared_tokens(keys, self.tokens) < self.tokens
-        ):
+        if self._blocks < _ENOUGH_BLOCKS or not self._continued_by(keys):
             return None
         return self.tokens + round((len(keys) - self._blocks) * self.tokens / (self._blocks + 0.5))
 
@@ -48,7 +44,7 @@ class PromptTrace:
         """Tokens of a later prompt (``keys``, ``tokens``) that repeat this one's head, to a 32nd of its length."""
         if not self._blocks:
             return 0
-        if len(keys) >= self._blocks and keys[self._blocks - 1] == self._keys[-1]:
+        if self._continued_by(keys):
             return min(self.tokens, tokens)  # a plain continuation: the unfinished last block is repeated as well
         depth = 0
         for position, key in zip(_positions(self._blocks), self._keys, strict=True):
@@ -56,6 +52,9 @@ class PromptTrace:
                 break
             depth = position + 1
         return min(self.tokens * depth // self._blocks, tokens)
+
+    def _continued_by(self, keys: Sequence[int]) -> bool:
+        return len(keys) >= self._blocks and keys[self._blocks - 1] == self._keys[-1]
 
 
 @dataclass(frozen=True, slots=True)
