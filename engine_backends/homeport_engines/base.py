@@ -72,7 +72,12 @@ class KvTransfer(Protocol):
     lease_s: float | None
     """Seconds the prefill engine holds the blocks; parameters older than this are never used."""
 
-    def prefill_leg(self, api: Api, handoff: Handoff) -> Leg: ...
+    readback_s: float | None
+    """Seconds for which the parameters of a decode engine's answer may be given to the next turn's prefill leg, when
+    read-back is on; None: this connector has none."""
+
+    def prefill_leg(self, api: Api, handoff: Handoff, last_turn: Mapping[str, JsonValue] | None = None) -> Leg:
+        """``last_turn``: the parameters that came with the session's last answer, to be read back from its engine."""
 
     def accept(self, api: Api, answer: Mapping[str, JsonValue]) -> HandoffParams | None:
         """Take the hand-off parameters from a prefill answer; None when it carries none that can be used."""

@@ -79,6 +79,8 @@ class LaunchRequest:
     host: str = "127.0.0.1"
     port: int = 8000
     kv: Connector = "none"
+    kv_readback: bool = False
+    """NIXL: prefill engines read the last turn back from their decode engines; the same on both."""
     speculation: Speculation | None = None
     shape: Shape | None = None
     max_model_len: int | None = None

@@ -32,6 +32,10 @@ class Bounded(Generic[_K, _T]):
             self._items.move_to_end(key)
         return item
 
+    def pop(self, key: _K) -> _T | None:
+        """Take an entry out; None when it is not known."""
+        return self._items.pop(key, None)
+
     def put(self, key: _K, item: _T) -> None:
         """Remember an entry."""
         self._items[key] = item

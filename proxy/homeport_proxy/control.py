@@ -16,6 +16,7 @@ from aiohttp import web
 from homeport_engines.base import EngineStats
 from homeport_engines.sglang import telemetry as sglang_telemetry
 from homeport_engines.vllm import telemetry as vllm_telemetry
+from homeport_proxy import carrying
 from homeport_proxy import config as configuration
 from homeport_proxy.account import Account, Listener
 from homeport_proxy.admit import Admission
@@ -174,27 +175,37 @@ class Control:
 
     # drains
 
-    def drain(self, name: str, deadline_s: float | None = None) -> bool:
-        """Take a backend or region out: no new sessions; False when there is none of that name."""
-        return self._drain(name, self.config.timeouts.drain_s if deadline_s is None else deadline_s)
+    def drain(self, name: str, deadline_s: float | None = None, *, carry: bool = False) -> bool:
+        """Take a backend or region out: no new sessions; False when there is none of that name. ``carry``: its
+        sessions' KV is fetched from it as they move (see :meth:`why_not_carried`)."""
+        return self._drain(name, self.config.timeouts.drain_s if deadline_s is None else deadline_s, carry)
+
+    def why_not_carried(self, name: str) -> str | None:
+        """Why no session's KV could be fetched from a backend that drains; None when it could."""
+        member = self.fleet.members.get(name)
+        if member is None:
+            return "only a backend of this proxy can hand KV over"
+        others = [m for m in self.fleet.members.values() if m is not member and m.region == member.region]
+        whys = [carrying.why_not(member.backend, other.backend) for other in others]
+        return None if None in whys else next(iter(whys), "there is no other backend in its region")
 
     def undrain(self, name: str) -> bool:
         """Take it back; False when there is none of that name."""
         return self._drain(name, None)
 
-    def _drain(self, name: str, deadline_s: float | None) -> bool:
-        if not self._set_drain(name, deadline_s):
+    def _drain(self, name: str, deadline_s: float | None, carry: bool = False) -> bool:
+        if not self._set_drain(name, deadline_s, carry):
             return False
         self.state.drains_changed()
         return True
 
-    def _set_drain(self, name: str, deadline_s: float | None) -> bool:
+    def _set_drain(self, name: str, deadline_s: float | None, carry: bool = False) -> bool:
         member = self.fleet.members.get(name)
         if member is not None:
             if deadline_s is None:
                 self.health.undrain(member)
             else:
-                self.health.drain(member, deadline_s)
+                self.health.drain(member, deadline_s, carry=carry)
             return True
         if name not in self.config.regions:
             return False

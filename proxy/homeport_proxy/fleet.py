@@ -31,6 +31,8 @@ class Member:
     recovered_s: float | None = None
     cool_until_s: float | None = None
     draining_until_s: float | None = None
+    carry: bool = False
+    """While it drains: its sessions' KV is fetched from it as they move."""
     fault: str | None = None
     notes: dict[str, str] = field(default_factory=dict)
 

@@ -21,6 +21,7 @@ from homeport.fingerprint import Api, JsonValue
 from homeport_engines.base import BodyEdits, HandoffParams, KvTransfer, Leg
 from homeport_engines.base import Handoff as Pair
 from homeport_proxy import headers as header_rules
+from homeport_proxy.bounded import Bounded
 from homeport_proxy.breaker import Result, classify
 from homeport_proxy.config import Timeouts
 from homeport_proxy.downstream import Downstream
@@ -40,6 +41,9 @@ from homeport_proxy.upstream import Collector, Connection, Head, RawHeaders, Rec
 REFUSALS = frozenset({429, 502, 503})
 TURNED_AWAY = frozenset({429, 503})
 """Refusals after which hand-off parameters are still unused; behind a 502 some engine may have read the blocks."""
+READBACK_S = 15.0
+"""A prefill leg that reads the last turn back is given up after this long; the decode engine then prefills itself."""
+LAST_TURNS_KEPT = 10_000
 LINGER_S = 0.5
 """How long an abandoned decode request is given to reach its engine before it is aborted there."""
 
@@ -56,6 +60,15 @@ class Held:
     def usable(self, now_s: float) -> bool:
         """Whether a decode engine reached now still finds the blocks."""
         return self.expires_s is None or now_s < self.expires_s
+
+
+@dataclass(slots=True)
+class LastTurn:
+    """What a session's last answer left at its decode engine: read back once by the next turn's prefill, in time."""
+
+    transfer: KvTransfer
+    params: Mapping[str, JsonValue]
+    expires_s: float
 
 
 class PrefillFailedError(Exception):
@@ -76,6 +89,7 @@ class Desk:
     timeouts: Callable[[], Timeouts]
     on_gap: Callable[[float], None] | None = None
     orphans: Orphans = field(default_factory=lambda: Orphans())
+    last_turns: Bounded[str, LastTurn] = field(default_factory=lambda: Bounded(LAST_TURNS_KEPT))
 
 
 class Orphans:
@@ -205,7 +219,9 @@ class Attempt:
     async def _prefill(self, engine: Engine, pair: Pair, transfer: KvTransfer) -> None:
         """Prefill first, and keep what came back."""
         started_s = self._loop.time()
-        document = await self._prefill_answer(engine, transfer.prefill_leg(self._text_api, pair))
+        last_turn = self._last_turn(engine, transfer)
+        leg = transfer.prefill_leg(self._text_api, pair, last_turn)
+        document = await self._prefill_answer(engine, leg, None if last_turn is None else READBACK_S)
         params = transfer.accept(self._text_api, document)
         done_s = self._loop.time()
         self._exchange.prefill_s = done_s - started_s
@@ -219,10 +235,18 @@ class Attempt:
         expires_s = None if transfer.lease_s is None else done_s + transfer.lease_s
         self.held = Held(pair, transfer, params, expires_s)
 
-    async def _prefill_answer(self, engine: Engine, leg: Leg) -> Mapping[str, JsonValue]:
+    def _last_turn(self, engine: Engine, transfer: KvTransfer) -> Mapping[str, JsonValue] | None:
+        """What this session's last answer left behind for the prefill engine to read back: used once, as they are."""
+        if engine.member is None or not engine.member.backend.kv_readback or not _is_main(self._exchange):
+            return None
+        last = self._desk.last_turns.pop(self._exchange.session)
+        usable = last is not None and last.transfer is transfer and self._loop.time() < last.expires_s
+        return last.params if last is not None and usable else None
+
+    async def _prefill_answer(self, engine: Engine, leg: Leg, within_s: float | None = None) -> Mapping[str, JsonValue]:
         record = self._record(engine, "prefill")
         try:
-            head, body = await self._collect(engine, leg, record)
+            head, body = await self._collect(engine, leg, record, within_s)
         except UpstreamError as fault:
             record.error = str(fault)
             self._desk.engines.forget_ids(engine)
@@ -237,12 +261,12 @@ class Attempt:
         except NotAnObjectError:
             raise PrefillFailedError(f"prefill on {engine.place} answered something else than JSON") from None
 
-    async def _collect(self, engine: Engine, leg: Leg, record: LegRecord) -> tuple[Head, bytes]:
+    async def _collect(self, engine: Engine, leg: Leg, record: LegRecord, within_s: float | None) -> tuple[Head, bytes]:
         message = self._job.for_engine(engine, leg, record.engine_request_id)
         for fresh in (False, True):
             answer = Collector()
             connection = await self._send(engine, message, answer, record, "prefill", fresh=fresh)
-            patience = Patience(connection, self._first_token_s(), lambda: True)
+            patience = Patience(connection, within_s or self._first_token_s(), lambda: True)
             try:
                 head, body = await answer.finished()
             except UpstreamError as fault:
@@ -337,7 +361,7 @@ class Attempt:
         record = self._record(engine, "serve")
         message = self._job.for_engine(engine, leg, record.engine_request_id)
         for fresh in (False, True):
-            self.relay = relay = Relay(self._exchange, record, self._down, self._plan(record, handed))
+            self.relay = relay = Relay(self._exchange, record, self._down, self._plan(engine, record, handed))
             try:
                 connection = await self._send(engine, message, relay, record, "serve", fresh=fresh)
             except UpstreamError as fault:
@@ -365,8 +389,11 @@ class Attempt:
             return result
         raise AssertionError("unreachable")
 
-    def _plan(self, record: LegRecord, handed: list[HandoffParams | None] | None) -> Plan:
+    def _plan(self, engine: Engine, record: LegRecord, handed: list[HandoffParams | None] | None) -> Plan:
         exchange, desk = self._exchange, self._desk
+        transfer = engine.transfer
+        reads_back = engine.member is not None and engine.member.backend.kv_readback and _is_main(exchange)
+        readback_s = transfer.readback_s if transfer is not None and reads_back else None
 
         def answer_headers(head: Head, stream: bool) -> RawHeaders:
             self._tell(record, "serve", classify(head.status), head)
@@ -379,6 +406,11 @@ class Attempt:
         def cached() -> int | None:
             return handed[0].cached_tokens if handed and handed[0] is not None else None
 
+        def keep(params: Mapping[str, JsonValue]) -> None:
+            if transfer is not None and readback_s is not None and params.get("remote_block_ids"):
+                expires_s = self._loop.time() + readback_s
+                desk.last_turns.put(exchange.session, LastTurn(transfer, params, expires_s))
+
         return Plan(
             self._job.api,
             answer_headers,
@@ -389,6 +421,7 @@ class Attempt:
             hide_usage=self._job.hide_usage,
             on_first_token=first_token,
             on_gap=desk.on_gap,
+            on_params=None if readback_s is None else keep,
         )
 
     def _patience(self, connection: Connection, relay: Relay, engine: Engine) -> Patience:
@@ -453,6 +486,11 @@ class Attempt:
     @property
     def _text_api(self) -> Api:
         return cast("Api", self._job.api.name)
+
+
+def _is_main(exchange: Exchange) -> bool:
+    """Whether the session's next turn will go on from this request."""
+    return exchange.identity is not None and exchange.identity.kind != "side"
 
 
 SLOWEST_PREFILL_TOKENS_PER_S = 100.0

@@ -153,15 +153,18 @@ class Health:
 
     # drains
 
-    def drain(self, member: Member, deadline_s: float) -> None:
-        """Take no new sessions; bound ones go on until idle, at most ``deadline_s`` from now."""
+    def drain(self, member: Member, deadline_s: float, *, carry: bool = False) -> None:
+        """Take no new sessions; bound ones go on until idle, at most ``deadline_s`` from now. ``carry``: their KV is
+        fetched from it when they move."""
         member.draining_until_s = self._clock() + deadline_s
+        member.carry = carry
         self._later(deadline_s)
         self.refresh([member])
 
     def undrain(self, member: Member) -> None:
         """Back into service."""
         member.draining_until_s = None
+        member.carry = False
         self.refresh([member])
 
     # probing

@@ -108,7 +108,7 @@ def _pools(config: Config) -> Iterator[Finding]:
             continue
         for backend in serving:
             if backend.role == "decode" and not any(_pair(p, backend) for p in prefills):
-                text = _why_not(prefills[0], backend)
+                text = why_not_paired(prefills[0], backend)
                 yield Finding("error", backend.name, f"no prefill backend of pool {pool} can hand over to it: {text}")
 
 
@@ -117,15 +117,15 @@ def _no_partner(prefill: Backend, serving: list[Backend], pool: str) -> str | No
         return f"no decode or mixed backend in pool {pool} takes what it prefills; add one or correct the pool"
     if any(_pair(prefill, backend) for backend in serving):
         return None
-    return f"can hand over to no decode backend of pool {pool}: {_why_not(prefill, serving[0])}"
+    return f"can hand over to no decode backend of pool {pool}: {why_not_paired(prefill, serving[0])}"
 
 
 def _pair(prefill: Backend, decode: Backend) -> bool:
-    return _why_not(prefill, decode) == ""
+    return why_not_paired(prefill, decode) == ""
 
 
-def _why_not(prefill: Backend, decode: Backend) -> str:
-    """Why a prefill cannot be handed from one to the other; empty when it can."""
+def why_not_paired(prefill: Backend, decode: Backend) -> str:
+    """Why KV cannot be handed from one backend to the other; empty when it can."""
     if prefill.engine != decode.engine:
         return f"{prefill.name} is {prefill.engine}, {decode.name} is {decode.engine}"
     ours, theirs = connector(prefill), connector(decode)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from homeport.fingerprint import JsonValue
 from homeport_proxy.api.base import ClientApi, frame_parts, holds_internal, is_internal, parse, without_internal
 from homeport_proxy.downstream import Downstream
 from homeport_proxy.errors import ProxyError, stream_frame, upstream_error, upstream_timeout
@@ -63,6 +64,8 @@ class Plan:
     hide_usage: bool = False
     on_first_token: Callable[[], None] = lambda: None
     on_gap: Callable[[float], None] | None = None
+    on_params: Callable[[Mapping[str, JsonValue]], None] | None = None
+    """Hears the hand-off parameters that an answer carries, before they are taken out of it."""
 
 
 class Relay:
@@ -344,8 +347,18 @@ class Relay:
                     return None
                 fixed = edit(fixed, {}, ("usage",))
         if holds_internal(fixed):
+            self._hear_params(fixed)
             fixed = _strip(fixed)
         return fixed
+
+    def _hear_params(self, document: bytes) -> None:
+        if self._plan.on_params is None:
+            return
+        fields = parse(document)
+        inner = fields.get("response")
+        params = (inner if isinstance(inner, dict) else fields).get("kv_transfer_params")
+        if isinstance(params, dict):
+            self._plan.on_params(params)
 
     def _fail_inside(self) -> None:
         """The engine reports in its stream that it failed: the client reads it as it stands, the books as a failure."""
@@ -395,6 +408,7 @@ class Relay:
                 if self._plan.fix_usage:
                     body = self._plan.api.fix_usage(body, self._plan.cached())
                 if holds_internal(body):
+                    self._hear_params(body)
                     body = _strip(body)
             except (ValueError, TypeError, AttributeError, KeyError):
                 pass  # not the shape this API promises: it passes as it is

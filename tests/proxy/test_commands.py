@@ -74,7 +74,9 @@ def test_why_tells_where_time_and_tokens_went(capsys: pytest.CaptureFixture[str]
 def test_drain_and_undrain(capsys: pytest.CaptureFixture[str]) -> None:
     with running() as (url, control):
         assert main(["drain", "d0", "--carry", "--url", url]) == 0
-        assert "d0: draining (KV is not carried" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "d0: draining (KV is not carried" in said
+        assert "there is no other backend" in said
         assert control.health.state(control.fleet.members["d0"]) == "draining"
         assert main(["undrain", "d0", "--url", url]) == 0
         assert main(["drain", "d9", "--url", url]) == 1

@@ -33,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", choices=get_args(Role), required=True)
     parser.add_argument("--model", required=True, help="a name or path on the engine's machine; never opened here")
     parser.add_argument("--kv", choices=get_args(Connector), help="default: nixl for prefill and decode, else none")
+    parser.add_argument("--kv-readback", action="store_true", help="nixl: decode engines give turns back to prefill")
     parser.add_argument(
         "--spec", metavar="PRESET|JSON", help=f"speculative decoding: {', '.join(SPECULATION)}, or JSON"
     )
@@ -81,6 +82,7 @@ def build(args: argparse.Namespace) -> Launch:
         host=args.host,
         port=args.port,
         kv=args.kv or ("none" if args.role == "mixed" else "nixl"),
+        kv_readback=args.kv_readback,
         speculation=wanted,
         shape=shape,
         max_model_len=args.max_model_len,

@@ -32,8 +32,9 @@ class Bootstrap:
     name: str = "bootstrap"
     order: Literal["prefill_first", "concurrent"] = "concurrent"
     lease_s: float | None = None
+    readback_s: float | None = None
 
-    def prefill_leg(self, api: Api, handoff: Handoff) -> Leg:
+    def prefill_leg(self, api: Api, handoff: Handoff, last_turn: Mapping[str, JsonValue] | None = None) -> Leg:
         # the engine itself stops after the prefill; only the answer must come in one piece
         members = _members(handoff)
         return Leg(BodyEdits({**members, "stream": False}, frozenset({"stream_options"})))

@@ -44,6 +44,8 @@ def command(request: LaunchRequest, device: Device = "gpu") -> Launch:
     """The launch of one engine. Pure: opens nothing, asks nothing. Raises LaunchError for what cannot work."""
     if device == "cpu" and request.kv not in CPU_CONNECTORS:
         raise LaunchError(f"--kv {request.kv} does not run on the CPU build; use {', '.join(sorted(CPU_CONNECTORS))}")
+    if request.kv_readback and request.kv != "nixl":
+        raise LaunchError("--kv-readback works with --kv nixl only")
     if request.role != "mixed" and request.kv == "none":
         raise LaunchError(f"a {request.role} engine needs a KV connector: give --kv nixl (or another)")
     argv = [*(request.program or ("vllm", "serve")), request.model]
@@ -112,13 +114,14 @@ def _cpu_environment(request: LaunchRequest) -> dict[str, str]:
 
 
 def _transfer(request: LaunchRequest, device: Device) -> dict[str, JsonValue]:
-    role = KV_ROLES[request.role] if request.kv in PAIR_CONNECTORS else "kv_both"
+    one_way = request.kv in PAIR_CONNECTORS and not request.kv_readback
+    role = KV_ROLES[request.role] if one_way else "kv_both"
     config: dict[str, JsonValue] = {"kv_connector": CONNECTORS[request.kv], "kv_role": role}
     if request.kv in {"nixl", "nixl-push"}:
         if device == "cpu":
             config["kv_buffer_device"] = "cpu"
         config["kv_load_failure_policy"] = "fail"
-        config["kv_connector_extra_config"] = {}
+        config["kv_connector_extra_config"] = {"bidirectional_kv_xfer": True} if request.kv_readback else {}
     elif request.kv == "mooncake" and device == "cpu":
         config["kv_connector_extra_config"] = {"mooncake_protocol": "tcp", "num_workers": 2}
     elif request.kv == "shared-folder":

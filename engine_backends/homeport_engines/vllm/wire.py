@@ -18,6 +18,11 @@ from homeport_engines.base import BodyEdits, Handoff, HandoffParams, KvTransfer,
 NIXL_LEASE_S = 30.0
 """vLLM's default ``kv_lease_duration``: how long a prefill engine holds blocks nobody has fetched."""
 
+NIXL_READBACK_S = 480.0
+"""vLLM's default ``decoder_kv_blocks_ttl``: how long a decode engine holds a finished turn for the next."""
+
+READBACK_MARGIN_S = 30.0
+
 LEASE_MARGIN_S = 5.0
 """Parameters are given up this long before their lease ends: the decode engine still has to be reached, and reading
 freed blocks is not refused but answers with wrong text."""
@@ -76,9 +81,10 @@ class Nixl:
     name: str = "nixl"
     order: Literal["prefill_first", "concurrent"] = "prefill_first"
     lease_s: float | None = NIXL_LEASE_S - LEASE_MARGIN_S
+    readback_s: float | None = NIXL_READBACK_S - READBACK_MARGIN_S
 
-    def prefill_leg(self, api: Api, handoff: Handoff) -> Leg:
-        wanted: dict[str, JsonValue] = {"do_remote_decode": True, "do_remote_prefill": False}
+    def prefill_leg(self, api: Api, handoff: Handoff, last_turn: Mapping[str, JsonValue] | None = None) -> Leg:
+        wanted: dict[str, JsonValue] = {**(last_turn or {}), "do_remote_decode": True, "do_remote_prefill": False}
         return Leg(one_token(api, {"kv_transfer_params": wanted}))
 
     def accept(self, api: Api, answer: Mapping[str, JsonValue]) -> HandoffParams | None:
@@ -112,8 +118,9 @@ class Mooncake:
     name: str = "mooncake"
     order: Literal["prefill_first", "concurrent"] = "concurrent"
     lease_s: float | None = None
+    readback_s: float | None = None
 
-    def prefill_leg(self, api: Api, handoff: Handoff) -> Leg:
+    def prefill_leg(self, api: Api, handoff: Handoff, last_turn: Mapping[str, JsonValue] | None = None) -> Leg:
         wanted: dict[str, JsonValue] = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -155,8 +162,9 @@ class Store:
     name: str = "store"
     order: Literal["prefill_first", "concurrent"] = "prefill_first"
     lease_s: float | None = None
+    readback_s: float | None = None
 
-    def prefill_leg(self, api: Api, handoff: Handoff) -> Leg:
+    def prefill_leg(self, api: Api, handoff: Handoff, last_turn: Mapping[str, JsonValue] | None = None) -> Leg:
         return Leg(one_token(api))
 
     def accept(self, api: Api, answer: Mapping[str, JsonValue]) -> HandoffParams | None:
@@ -172,7 +180,7 @@ class Store:
 
 TRANSFERS: Mapping[str, KvTransfer] = {
     "nixl": Nixl(),
-    "nixl-push": Nixl("nixl-push"),
+    "nixl-push": Nixl("nixl-push", readback_s=None),
     "mooncake": Mooncake(),
     "store": Store(),
 }

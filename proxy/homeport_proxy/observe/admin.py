@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_NOT_CARRIED: Final = "KV is not carried: each session prefills once at its next home"
+_NOT_CARRIED: Final = "KV is not carried, each session prefills once at its next home"
 MAX_DECISIONS: Final = 1000
 PEER_HEADER: Final = "x-homeport-peer"
 TRUSTS_PEER_HEADER: Final = web.AppKey("trusts_peer_header", bool)
@@ -146,9 +146,13 @@ class _Admin:
         deadline_s = options.get("deadline_s")
         if deadline_s is not None and (not isinstance(deadline_s, int | float) or deadline_s < 0):
             return fault(400, "invalid_request", "`deadline_s` must be seconds, 0 or more.")
-        if not self._control.drain(name, None if deadline_s is None else float(deadline_s)):
+        carry = options.get("carry") is True
+        if not self._control.drain(name, None if deadline_s is None else float(deadline_s), carry=carry):
             return self._no_backend(name)
-        note = _NOT_CARRIED if options.get("carry") else None
+        note: str | None = None
+        if carry:
+            why = self._control.why_not_carried(name)
+            note = f"{_NOT_CARRIED}: {why}" if why else "each session takes its KV along when it moves"
         return answer({"name": name, "state": "draining", "note": note})
 
     async def undrain(self, request: web.Request) -> web.Response:

@@ -275,6 +275,7 @@ class Parent:
                 member.max_model_len,
                 member.ranks,
                 control.health.state(member),
+                member.carry,
             )
             for member in control.fleet.members.values()
         }

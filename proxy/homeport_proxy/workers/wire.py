@@ -23,6 +23,7 @@ class MemberFacts:
     max_model_len: int | None
     ranks: tuple[int, ...] | None
     state: State
+    carry: bool
 
 
 @dataclass(frozen=True, slots=True)

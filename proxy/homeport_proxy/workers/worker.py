@@ -232,7 +232,7 @@ class RemoteControl:
         for name, fact in facts.members.items():
             member = known.get(name) or Member(fact.region, fact.backend)
             member.region, member.backend, member.ranks = fact.region, fact.backend, fact.ranks
-            member.models, member.max_model_len = fact.models, fact.max_model_len
+            member.models, member.max_model_len, member.carry = fact.models, fact.max_model_len, fact.carry
             self.fleet.members[name] = member
             self.health.states[name] = fact.state
         self.account.bytes_per_token.take(facts.bytes_per_token)
