@@ -94,8 +94,8 @@ def plugin() -> Path:
 
 
 def opencode_config() -> Path:
-    """A configuration folder (``XDG_CONFIG_HOME``) with the package that OpenCode else installs anew, at its first start
-    in every home: half of what a run in a new home costs."""
+    """A configuration folder (``XDG_CONFIG_HOME``) with the package that OpenCode else installs at its first start in
+    every home: more than half of what a run in a new home costs."""
     version = _version("opencode")
     home = cache_dir() / f"opencode-config-{version}"
     package = home / "opencode" / "node_modules" / "@opencode-ai" / "plugin" / "package.json"

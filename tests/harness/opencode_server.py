@@ -28,12 +28,13 @@ class OpenCode:
     http: aiohttp.ClientSession
     model: str = "homeport/demo-model"
     toasts: list[str] = field(default_factory=list)
+    _told: asyncio.Condition = field(default_factory=asyncio.Condition)
     _watched: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _projects: dict[str, str] = field(default_factory=dict)
 
     async def session(self, project: Path) -> str:
         """A new session in a project folder."""
-        project.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(project.mkdir, parents=True, exist_ok=True)
         await self._watch(str(project))
         session = str((await self._post("/session", str(project), {}))["id"])
         self._projects[session] = str(project)
@@ -85,7 +86,15 @@ class OpenCode:
                 opened.set()
                 event = json.loads(line[5:]) if line.startswith(b"data:") else {}
                 if event.get("type") == "tui.toast.show":
-                    self.toasts.append(event["properties"]["message"])
+                    async with self._told:
+                        self.toasts.append(event["properties"]["message"])
+                        self._told.notify_all()
+
+    async def told(self, text: str) -> None:
+        """Wait for a toast that holds this text."""
+        async with self._told:
+            told = self._told.wait_for(lambda: any(text in toast for toast in self.toasts))
+            await asyncio.wait_for(told, PATIENCE_S)
 
     async def close(self) -> None:
         """Stop listening."""

@@ -189,7 +189,8 @@ async def test_a_server_that_joins_codex_late_is_named(tmp_path: Path) -> None:
         assert {one["backend"] for one in requests} == {requests[0]["backend"]}
         await books_agree(at)
     homeport = str(Path(sys.prefix) / "bin" / "homeport")
-    told = subprocess.run([homeport, "explain", str(recorded), "--json"], capture_output=True, text=True, check=True)
+    command = [homeport, "explain", str(recorded), "--json"]
+    told = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
     breaks = [one for one in json.loads(told.stdout)["breaks"] if one["reason"] == "tools_added"]
     assert len(breaks) == 1, told.stdout[-3000:]
     assert breaks[0]["blame"] == "caller"

@@ -75,7 +75,7 @@ async def up(*options: str) -> AsyncIterator[Up]:
 
 
 async def test_a_session_stays_at_home_and_returns(tmp_path: Path) -> None:
-    """Four requests in four processes, by a prompt of thousands of tokens; what Homeport reports is what vLLM counted."""
+    """Four requests of thousands of tokens in four processes; what Homeport reports is what vLLM counted."""
     harness_install.plugin()
     options = ("--mixed", "2", "--model", "tiny", "--max-model-len", "65536")
     async with up(*options) as engines, aiohttp.ClientSession() as http:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -74,13 +74,6 @@ def mcp(name: str) -> dict[str, Any]:
     return {"type": "local", "command": command, "enabled": True}
 
 
-async def until(true: Callable[[], bool] | Callable[[], Any]) -> None:
-    """Wait for an outside fact."""
-    async with asyncio.timeout(60):
-        while not (await found if asyncio.iscoroutine(found := true()) else found):
-            await asyncio.sleep(0.1)
-
-
 def append_only(requests: list[Seen]) -> bool:
     return all(shared_share(before.prompt, after.prompt) == 1.0 for before, after in pairwise(requests))
 
@@ -117,7 +110,7 @@ async def test_a_server_that_comes_late_waits_until_the_prefix_is_gone(rig: Rig)
     await rig.server.add_mcp(rig.folder / "late", "attic", mcp("attic"))
     rig.engine.headers["x-homeport-cache"] = GONE_AT_ONCE
     assert (await rig.say(session, "script:hello")).tools == first.tools
-    assert any("2 late tools are held back" in toast for toast in rig.server.toasts)
+    await rig.server.told("2 late tools are held back")
     assert "attic_look_1" in (await rig.say(session, "script:hello")).tools
 
 
@@ -143,11 +136,9 @@ async def test_prunes_wait_until_the_prefix_is_gone(rig: Rig) -> None:
     await rig.say(session, "script:hello")
     await rig.say(session, "script:hello")
 
-    async def pruned() -> bool:
-        parts = [part for message in await rig.server.messages(session) for part in message["parts"]]
-        return any("compacted" in part["state"]["time"] for part in parts if part["type"] == "tool")
-
-    await until(pruned)
+    async with asyncio.timeout(60):
+        while not await stores_prunes(rig, session):  # noqa: ASYNC110 - OpenCode tells nobody of it
+            await asyncio.sleep(0.1)
     rig.engine.headers["x-homeport-cache"] = GONE_AT_ONCE
     assert CLEARED not in (await rig.say(session, "script:hello")).prompt
     assert append_only(rig.engine.main(session))
@@ -161,7 +152,13 @@ async def test_a_costly_break_is_told_at_once(rig: Rig) -> None:
     rig.engine.forget()
     await rig.say(session, "script:hello")
     told = f"{last.prompt_tokens:,} tokens were computed again: the engine no longer had it."
-    await until(lambda: told in rig.server.toasts)
+    await rig.server.told(told)
+
+
+async def stores_prunes(rig: Rig, session: str) -> bool:
+    """Whether OpenCode, behind its answer, has pruned what it stores."""
+    parts = [part for message in await rig.server.messages(session) for part in message["parts"]]
+    return any("compacted" in part["state"]["time"] for part in parts if part["type"] == "tool")
 
 
 def date(seen: Seen) -> str | None:
