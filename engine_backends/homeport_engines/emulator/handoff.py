@@ -28,6 +28,8 @@ from homeport_engines.emulator.settings import EmulatorSettings
 
 LeaseState = Literal["held", "expired", "done", "unknown"]
 MOONCAKE_TIMEOUT_S = 480.0
+PEER_ANSWER_S = 5.0
+"""A peer that answers no sooner counts as gone; generous, because a busy machine is no lost engine."""
 _REMEMBERED = 10_000
 
 
@@ -279,7 +281,7 @@ class Puller:
             raise ConnectionError("stopped")
         asked = {"engine_id": remote.engine_id, "key": remote.key, "wait_s": wait_s}
         # without a wait a peer answers at once; one that hangs counts as gone
-        limit = aiohttp.ClientTimeout(total=wait_s + max(self._settings.load_failure_s, 1.0))
+        limit = aiohttp.ClientTimeout(total=wait_s + max(self._settings.load_failure_s, PEER_ANSWER_S))
         try:
             async with self._session.post(f"{remote.url}/{verb}", json=asked, timeout=limit) as answer:
                 if answer.status != 200:
