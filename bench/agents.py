@@ -81,13 +81,13 @@ def main() -> int:
         "--setups", nargs="+", choices=[setup.name for setup in SETUPS], default=[setup.name for setup in SETUPS]
     )
     parser.add_argument("--json", action="store_true", help="print every session's books as JSON")
-    args = parser.parse_args()
+    args, options = parser.parse_known_args()  # the rest is for `homeport up`
     recorded = sessions(args.sessions)
     rows: list[dict[str, object]] = []
     lines = [f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"]
     agree = True
     for setup in (setup for setup in SETUPS if setup.name in args.setups):
-        with fleet(*setup.options) as place:
+        with fleet(*setup.options, *options) as place:
             started = time.monotonic()
             books = run(place, setup, recorded)
             lines.append(summary(setup, books, time.monotonic() - started))

@@ -189,13 +189,16 @@ def main() -> int:
     parser.add_argument(
         "--engine",
         metavar="ENGINE",
-        help="start an engine of this kind (vllm-cpu, vllm, emulator), run both ways on it",
+        help="start an engine of this kind (vllm-cpu, vllm, emulator) and run both ways on it; further options go to "
+        "`homeport up`",
     )
-    args = parser.parse_args()
+    args, options = parser.parse_known_args()
+    if options and not args.engine:
+        parser.error(f"unknown: {' '.join(options)} (options of `homeport up` go with --engine)")
 
     record = args.record or Path(tempfile.mkstemp(prefix="broken-agent-", suffix=".jsonl")[1])
     if args.engine:
-        with fleet("--mixed", "1", "--engine", args.engine) as place:
+        with fleet("--mixed", "1", "--engine", args.engine, *options) as place:
             for stabilise in (False, True):
                 _run_once(place.base_url, place.model, record, stabilise, args.rounds)
     else:
