@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, Group
@@ -13,14 +15,27 @@ from rich.text import Text
 from homeport_proxy.commands.ask import add_url, ask, quoted
 
 HELP = "where one request's time went, and why its tokens were not cached"
-_STEPS = (
-    ("queue", "held in the proxy for an engine to be free"),
-    ("decide", "deciding where it goes"),
-    ("prefill_leg", "prefill on an engine of its own"),
-    ("headers", "until the answer's headers went out"),
-    ("first_token", "until the first token"),
-    ("total", "until the end"),
-)
+_CAUSES = {
+    "new": "new in this conversation",
+    "caller": "sent before, but the caller changed the prompt ahead of it",
+    "template": "rendered differently, or a last block that was not full",
+    "routed_elsewhere": "cached at another place than the one it ran at",
+    "evicted": "dropped by the engine to make room",
+    "expired": "idle for too long",
+    "cold_backend": "lost when the engine started anew",
+    "unknown": "not told by the engine",
+}
+_LITTLE_SHARE = 0.2
+"""Of the prompt: less than this computed is no reason for a late first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a request's way to its first token; all of them together are the time to first token."""
+
+    name: str
+    ms: float
+    text: str
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +49,67 @@ def run(args: argparse.Namespace) -> int:
     """Ask and show."""
     summary = ask(args, f"requests/{quoted(args.request_id)}")
     if args.json:
-        print(json.dumps(summary, indent=2))
+        found = parts(summary)
+        print(
+            json.dumps({**summary, "why": verdict(summary, found), "parts": [asdict(part) for part in found]}, indent=2)
+        )
     else:
         Console(highlight=False).print(render(summary))
     return 0
+
+
+def parts(summary: Mapping[str, Any]) -> list[Part]:
+    """Where the time to the first token went (to the end, when the answer was not streamed), in order, ms."""
+    ms = summary["ms"]
+    until = ms["first_token"] if ms["first_token"] is not None else ms["total"]
+    if until is None:
+        return []
+    found = [
+        Part("queue", ms["queue"], "held in the proxy until a place had room"),
+        Part("decide", ms["decide"], "deciding where it goes"),
+    ]
+    at = sum(part.ms for part in found)
+    legs = summary["legs"]
+    for leg, following in zip(legs, [*legs[1:], None], strict=True):
+        start = max(at, leg["start_ms"] or 0.0)  # one that could not even connect was never sent
+        if leg["part"] == "serve" and not leg["error"]:
+            found.append(_served(summary, leg["place"], until - start))
+            break
+        ends = (leg["end_ms"], following and following["start_ms"], until)
+        at = max(start, min(next(end for end in ends if end is not None), until))
+        name, what = ("attempt", "tried in vain") if leg["error"] else ("prefill_leg", "prefilled")
+        found.append(Part(name, at - start, f"{what} on {leg['place']}" + _error(leg)))
+    rest = until - sum(part.ms for part in found)
+    found.append(Part("proxy", max(rest, 0.0), "reading the request, and the proxy's own work"))
+    return [part for part in found if part.ms > 0]
+
+
+def _served(summary: Mapping[str, Any], place: str, ms: float) -> Part:
+    if summary["decision"] == "peer":
+        return Part("peer", ms, f"until another region answered ({place})")
+    if summary["prefill_backend"]:
+        return Part("transfer", ms, f"moving the KV to {place}, and its first step")
+    return Part("engine", ms, f"until the first token of {place}")
+
+
+def verdict(summary: Mapping[str, Any], found: Sequence[Part]) -> str:
+    """The longest part in words; for an engine's, why it had so much to compute."""
+    if not found:
+        return "no answer came"
+    longest = max(found, key=lambda part: part.ms)
+    said = f"{longest.ms / sum(part.ms for part in found):.0%} of the time: {longest.text}"
+    if longest.name not in ("engine", "prefill_leg"):
+        return said
+    prompt, cached = summary["tokens"]["prompt"], summary["tokens"]["cached"]
+    if prompt and cached is not None and prompt - cached < _LITTLE_SHARE * prompt:
+        return (
+            f"{said}; little was to be computed ({prompt - cached:,} of {prompt:,} tokens): the engine is busy or slow"
+        )
+    causes = summary["miss_causes"]
+    if not causes:
+        return said
+    cause, tokens = max(causes.items(), key=lambda item: item[1])
+    return f"{said}; {tokens:,} tokens computed: {cause} ({_CAUSES.get(cause, cause)})"
 
 
 def render(summary: dict[str, Any]) -> Group:
@@ -51,14 +123,18 @@ def render(summary: dict[str, Any]) -> Group:
     went = f"{summary['decision'] or 'not placed'}: {place}" + (
         f" because {summary['reason']}" if summary["reason"] else ""
     )
-    times = Table("ms", "what", title="time")
-    for name, text in _STEPS:
+    found = parts(summary)
+    times = Table("ms", "what", title="time to first token" if summary["ms"]["first_token"] is not None else "time")
+    for part in found:
+        times.add_row(f"{part.ms:,.1f}", part.text)
+    times.add_section()
+    for name, text in (("first_token", "until the first token"), ("total", "until the end")):
         if summary["ms"][name] is not None:
             times.add_row(f"{summary['ms'][name]:,.1f}", text)
-    return Group(Text(head), Text(went), times, _tokens(summary), *_legs(summary))
+    return Group(Text(head), Text(went), Text(verdict(summary, found)), times, _tokens(summary), *_legs(summary))
 
 
-def _tokens(summary: dict[str, Any]) -> Table:
+def _tokens(summary: Mapping[str, Any]) -> Table:
     tokens = summary["tokens"]
     table = Table("tokens", "what", title="prompt")
     for name, text in (
@@ -68,16 +144,16 @@ def _tokens(summary: dict[str, Any]) -> Table:
     ):
         table.add_row("not reported" if tokens[name] is None else f"{tokens[name]:,}", text)
     for cause, count in sorted(summary["miss_causes"].items(), key=lambda item: -item[1]):
-        table.add_row(f"{count:,}", f"computed: {cause}")
+        table.add_row(f"{count:,}", f"computed: {cause}, {_CAUSES.get(cause, '')}".rstrip(", "))
     return table
 
 
-def _legs(summary: dict[str, Any]) -> list[Text]:
+def _legs(summary: Mapping[str, Any]) -> list[Text]:
     return [
         Text(f"{leg['part']} on {leg['place']}: {leg['state']}, status {leg['status'] or 'none'}{_error(leg)}")
         for leg in summary["legs"]
     ]
 
 
-def _error(leg: dict[str, Any]) -> str:
+def _error(leg: Mapping[str, Any]) -> str:
     return f", {leg['error']}" if leg["error"] else ""
