@@ -24,7 +24,8 @@ def failed(where: str, error: Exception) -> None:
 
 def failures() -> dict[str, int]:
     """How often each part of Homeport failed in this process: ``request``, ``response``, ``stream``, ``hide``,
-    ``books``, ``trace``. Empty when all is well."""
+    ``encoding`` (an answer compressed in a way that cannot be read here), ``books``, ``explain``, ``trace``,
+    ``finish``, ``mcp``, ``litellm``. Empty when all is well."""
     with _lock:
         return dict(_counts)
 
