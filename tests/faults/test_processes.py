@@ -123,7 +123,7 @@ class Fleet:
 def engine(role: str) -> Program:
     """An engine that takes about two seconds for a prompt and as long for an answer."""
     options = {
-        "--port": "0", "--model": "m", "--role": role, "--kv": "nixl", "--lease-s": "2", "--load-failure-s": "0.2",
+        "--port": "0", "--model": "m", "--role": role, "--kv": "nixl", "--lease-s": "8", "--load-failure-s": "0.2",
         "--t0-s": "1.0", "--step-s": "0.05",
     }  # fmt: skip
     words = [word for option in options.items() for word in option]
@@ -175,7 +175,8 @@ async def test_signal(who: str, number: signal.Signals, when: str, stream: bool,
         victim = "p0" if who == "prefill" else home
         if when == "before":
             fleet.programs[victim].signal(number)
-        asked = asyncio.ensure_future(fleet.ask(stream=stream, tokens=40))
+        # long enough that a busy machine does not miss it
+        asked = asyncio.ensure_future(fleet.ask(stream=stream, tokens=400 if when == "generating" else 40))
         if when == "computing":
             await fleet.at_work(victim)
             fleet.programs[victim].signal(number)

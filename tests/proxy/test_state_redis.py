@@ -12,7 +12,8 @@ import pytest
 from homeport_proxy import config as cfg
 from homeport_proxy.control import Control
 from homeport_proxy.errors import ProxyError
-from homeport_proxy.routing.views import RequestView
+from homeport_proxy.routing.router import Router
+from homeport_proxy.routing.views import PlaceSpec, PrefixKeys, RequestView, RoutingSettings
 from proxy.control_kit import StubEngine, serving, until
 from proxy.redis_kit import RedisServer, redis_server
 from proxy.test_tenants import exchange
@@ -175,3 +176,22 @@ async def test_passwords_are_never_shown(tmp_path: Path) -> None:
         assert "hunter2" not in said
     finally:
         await control.stop()
+
+
+def test_a_home_settled_elsewhere_is_kept_though_nothing_is_known_to_lie_there() -> None:
+    """What other proxies sent to it is in no index here: that is no sign that nothing would be lost by moving."""
+    router = Router(RoutingSettings())
+    router.set_places([PlaceSpec(name, name, "mixed", frozenset({"m"})) for name in ("m0", "m1")])
+    keys = PrefixKeys([1000 + number for number in range(8)])
+
+    def ask(session: str) -> str:
+        ticket = router.arrive(RequestView(session, "chat", "m", session, 1000, keys), 0.0)
+        router.due(0.0)
+        assert ticket.decision is not None
+        router.finished(ticket, 0.0, prompt_tokens=1000, cached_tokens=0, output_tokens=1, ok=True)
+        return ticket.decision.place
+
+    warm = ask("other")
+    cold = "m1" if warm == "m0" else "m0"
+    assert router.adopt("s", cold, 0.0)
+    assert ask("s") == cold

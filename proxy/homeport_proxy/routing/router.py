@@ -303,7 +303,9 @@ class Router:
         """Take over a session's home from another proxy; False when that place is not known here. Counts no move."""
         if home not in self._places:
             return False
-        self._sessions.settle(self._sessions.keep(session, now_s), home)
+        kept = self._sessions.keep(session, now_s)
+        kept.unseen |= kept.home != home
+        self._sessions.settle(kept, home)
         return True
 
     def foreign_load(self, place: str, *, requests: int, prefill_tokens: int, decode_tokens: int) -> None:
@@ -389,6 +391,7 @@ class Router:
             view.rtt_s = place.rates.rtt_s + request.rtt_s.get(place.spec.backend, 0.0)
             view.confidence = place.confidence.of(request.api)
             view.home = name == home
+            view.unseen = view.home and session.unseen
             view.rewritten = view.home and _rewritten(session, request, cached.at(name))
             active = view.home and now_s - session.last_used_s < self.settings.drain_idle_s
             view.bound = active and not view.rewritten
@@ -510,6 +513,7 @@ class Router:
         if request.kind == "side":
             return
         self._settle(session, decision)
+        session.unseen = False
         session.last_place = prefiller.spec.name
         session.trace = flight.trace = PromptTrace(request.prefix.text_blocks, request.prompt_tokens)
 

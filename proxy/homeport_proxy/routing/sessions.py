@@ -30,6 +30,8 @@ class Session:
     dearer_times: int = 0
     moves: int = 0
     ended: bool = False
+    unseen: bool = False
+    """Another proxy sent it to its home; nothing of it has gone there from here yet."""
     homeless: bool = False
     """Its home left the fleet for good."""
 

@@ -215,6 +215,8 @@ class PlaceView:
     home: bool = False
     bound: bool = False
     """The home of a session that is active: it may finish there while the place drains."""
+    unseen: bool = False
+    """The session's home by the word of another proxy: what lies there of it is not known here."""
     rewritten: bool = False
     """The home of a session whose prompt no longer continues its last one (compaction, a changed head)."""
     parent: bool = False
@@ -230,7 +232,7 @@ class PlaceView:
     def nothing_to_lose(self, other: PlaceView, prompt_tokens: int) -> bool:
         """Whether a session leaves this home for ``other`` for free: its prefix is gone from here, or it begins anew,
         and ``other`` holds as much of the prompt (to a twentieth). False while no index knows."""
-        if self.cached_tokens is None:
+        if self.cached_tokens is None or self.unseen:
             return False
         slack = prompt_tokens // 20
         gone = self.rewritten or self.cached_tokens <= slack
