@@ -130,8 +130,10 @@ def _message_texts(message: Mapping[str, Any]) -> list[str]:
 
 def shared_share(before: str, after: str) -> float:
     """How much of `before` the prompt `after` starts with: 1.0 is an append-only continuation."""
-    shorter = min(len(before), len(after))
-    same = next((n for n in range(shorter) if before[n] != after[n]), shorter)
+    same, over = 0, min(len(before), len(after)) + 1
+    while over - same > 1:
+        middle = (same + over) // 2
+        same, over = (middle, over) if after.startswith(before[:middle]) else (same, middle)
     return same / max(1, len(before))
 
 
@@ -232,7 +234,7 @@ class ScriptedEngine:
         self.headers = dict(headers or {})
         self._tokens_per_s = tokens_per_s
         self._prefill = asyncio.Lock()
-        self._cached: set[str] = set()
+        self._cached: set[int] = set()
         self._ids = count(1)
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -301,8 +303,10 @@ class ScriptedEngine:
 
     def _book(self, prompt: str) -> int:
         """Cached tokens of this prompt by the books (whole blocks, chained), then remember it."""
-        ends = range(BLOCK_CHARS, len(prompt) + 1, BLOCK_CHARS)
-        blocks = [f"{end}:{hash(prompt[:end])}" for end in ends]
+        blocks, chain = [], 0
+        for start in range(0, len(prompt) - BLOCK_CHARS + 1, BLOCK_CHARS):
+            chain = hash((chain, prompt[start : start + BLOCK_CHARS]))
+            blocks.append(chain)
         hits = 0
         for block in blocks:
             if block not in self._cached:
