@@ -211,7 +211,7 @@ class Pipeline:
         if ticket.decision is not None and self._may_split(exchange, before):
             ticket.decision = carried(self.control.fleet, ticket.decision, before)
         if exchange.identity is not None:
-            exchange.cache = _cache_word(before.warm if before else False, before.keep_s if before else None)
+            exchange.cache = cache_word(before, started_s)
         if exchange.home_region_down and ticket.decision is not None and ticket.decision.word is Word.PLACED:
             ticket.decision = replace(ticket.decision, word=Word.FAILOVER)
         exchange.decision = ticket.decision
@@ -405,8 +405,13 @@ def _refuses(prefill: Backend, exchange: Exchange) -> str | None:
     return transfer.refuses(cast("Api", exchange.api), asked)
 
 
-def _cache_word(warm: bool, keep_s: float | None) -> str:
-    if not warm:
+def cache_word(before: SessionView | None, now_s: float) -> str:
+    """``x-homeport-cache``: what a request found when it came. The session's prefix lies warm at its home from each
+    answer on for as long as the home keeps what is not touched, unless it went down or lost its cache since."""
+    if before is None or not before.warm:
         return "cold"
-    known = keep_s is not None and math.isfinite(keep_s)
-    return f"warm; keep={max(0, round(keep_s or 0.0))}" if known else "warm"
+    if before.keep_s is None or not math.isfinite(before.keep_s):
+        return "warm"
+    if not before.open_requests and now_s - before.last_used_s > before.keep_s:
+        return "cold"
+    return f"warm; keep={max(0, round(before.keep_s))}"
