@@ -173,7 +173,10 @@ class Exchange:
     @property
     def serving(self) -> LegRecord | None:
         """The leg that answered, or tried last to answer, the client."""
-        return next((leg for leg in reversed(self.legs) if leg.part == "serve"), None)
+        for leg in reversed(self.legs):  # no generator: asked several times a request
+            if leg.part == "serve":
+                return leg
+        return None
 
     @property
     def prefilled_by(self) -> str | None:

@@ -42,7 +42,10 @@ class Head:
 
     def get(self, name: bytes) -> bytes | None:
         """The first header of that (lower-case) name."""
-        return next((value for key, value in self.headers if key == name), None)
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
 
 
 class Receiver(Protocol):
