@@ -137,6 +137,14 @@ def test_kv_events_are_published_on_the_engines_own_address() -> None:
     assert config["replay_endpoint"] == "tcp://127.0.0.1:6557"
     assert config["topic"] == "kv@127.0.0.1:8101@m"
     assert option(launch, "--prefix-caching-hash-algo") == "sha256_cbor"
+    assert "--enable-scale-out" in launch.argv, "else Messages and Responses prompts have no tokens to index"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_read_back_makes_both_engines_givers_and_takers(role: Any) -> None:
+    config = settings(vllm.command(replace(REQUEST, role=role, kv_readback=True)), "--kv-transfer-config")
+    assert config["kv_role"] == "kv_both"
+    assert config["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -171,6 +179,8 @@ def test_sglang(changes: dict[str, Any], expected: list[str]) -> None:
     [
         (lambda: vllm.command(replace(REQUEST, kv="none")), "--kv nixl"),
         (lambda: vllm.command(replace(REQUEST, kv="lmcache"), "cpu"), "CPU build"),
+        (lambda: vllm.command(replace(REQUEST, kv="mooncake", kv_readback=True)), "--kv nixl only"),
+        (lambda: sglang.command(replace(REQUEST, kv_readback=True)), "leave it out"),
         (lambda: sglang.command(replace(REQUEST, kv="lmcache")), "--role mixed"),
         (lambda: sglang.command(replace(REQUEST, speculation=Speculation("suffix", 4))), "suffix"),
         (lambda: sglang.command(replace(REQUEST, speculation=speculation('{"num_speculative_tokens":1}'))), "JSON"),

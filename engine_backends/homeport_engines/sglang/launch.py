@@ -22,6 +22,8 @@ ALGORITHMS: Mapping[str, str] = {
 
 def command(request: LaunchRequest) -> Launch:
     """The launch of one engine. Pure: opens nothing, asks nothing. Raises LaunchError for what cannot work."""
+    if request.kv_readback:
+        raise LaunchError("--kv-readback is vLLM's, with --kv nixl; leave it out")
     argv = [*(request.program or ("python", "-m", "sglang.launch_server")), "--model-path", request.model]
     if request.served_name:
         argv += ["--served-model-name", request.served_name]
