@@ -163,8 +163,8 @@ async def test_sub_agents_name_their_parent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        "none",
         "syntax",
+        pytest.param("none", marks=pytest.mark.long),
         pytest.param("missing", marks=pytest.mark.long),
         pytest.param("option", marks=pytest.mark.long),
         pytest.param("packed", marks=pytest.mark.long),
