@@ -156,7 +156,9 @@ class Simulation:
                         self._arrive_at(number * gap_s + delay_s, first + offset)
             return gap_s * len(conversations)
         last_s = 0.0
-        for number, conversation in enumerate(workload.conversations):
+        arriving = list(workload.conversations)
+        self.rng.shuffle(arriving)  # traces with a coarse clock do not tell who came first within a tick
+        for number, conversation in enumerate(arriving):
             region = regions(number)
             for lane in conversation.lanes:
                 self._lanes.append(LaneRun(lane, None, region=region))

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 _PARENT, _CHILDREN, _USED = 0, 1, 2
 
 BYTES_PER_BLOCK = 320
-"""Memory of one block in CPython: dictionary slot, key, node, its share of the heap (bench/index_memory.py)."""
+"""Memory of one block in CPython, rounded up: 169 measured for key and node (bench/decide.py), 257 with its holders."""
 
 
 class PrefixLru:
