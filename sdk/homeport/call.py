@@ -79,13 +79,8 @@ _APIS: tuple[tuple[str, Api], ...] = (
 )
 
 
-# where each API has its prompt; a request without any is none of that API's
-_PROMPTS: Mapping[Api, tuple[str, ...]] = {
-    "chat": ("messages",),
-    "completions": ("prompt",),
-    "responses": ("input", "instructions", "prompt", "previous_response_id", "conversation"),
-    "messages": ("messages",),
-}
+# a request to a model has one of these; another service's path with the same ending has none
+_OURS = frozenset({"model", "messages", "prompt", "input", "instructions", "previous_response_id", "conversation"})
 
 
 def api_of(url: str) -> Api | None:
@@ -108,8 +103,8 @@ def plan(wire: Wire, settings: Settings) -> tuple[Sent, Call] | None:
         document = Document(wire.content.decode("utf-8"), before)
     except ValueError:
         return None  # not JSON, or not an object: the server will say so
-    if not any(name in document.body for name in _PROMPTS[api]):
-        return None  # another service's path with the same ending
+    if _OURS.isdisjoint(document.body):
+        return None
     provider = provider_for(wire.url)
     if session is None:
         found = identity(api, document.body, mask=mask, tools=False, after=last.identity if last else None)
