@@ -38,7 +38,7 @@ test-engines: install ## the real-engine tier alone
 	@$(BIN)/pytest -q tests/engines -m "engines and not long" $(ARGS)
 
 test-harness: install system ## every real harness, whole (long)
-	@$(BIN)/pytest -q tests/harness -m harness --timeout 900 $(ARGS)
+	@$(BIN)/pytest -q tests/harness tests/vercel -m harness --timeout 900 $(ARGS)
 
 chaos: install system ## the long fault tier: kill matrix and soak
 	@$(BIN)/pytest -q -m "long and not harness and not engines" --timeout 1800 $(ARGS)
