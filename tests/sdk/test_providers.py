@@ -105,7 +105,7 @@ def test_sub_agents_share_their_parents_cache_key_where_the_head_is_shared() -> 
         call = planned[1]
         from homeport.runtime import runtime
 
-        runtime().keep_body(call.memory, call.body, 10)
+        runtime().keep_body(call.memory, call.body, call.document, 10)
         return json.loads(planned[0].content)["prompt_cache_key"]
 
     parent = ask(Session("task"), "You are an engineer." * 300)
