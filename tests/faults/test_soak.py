@@ -104,7 +104,7 @@ async def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     # the last requests are kept to be asked about: a shorter memory is full sooner
     monkeypatch.setattr(RequestLog.__init__, "__defaults__", (ROUND,))
     dice = random.Random(7)
-    async with harbour(FLEET, lease_s=3.0, time_scale=500.0, kv_blocks=640) as fleet:
+    async with harbour(FLEET, lease_s=8.0, time_scale=500.0, kv_blocks=640) as fleet:
         for _ in range(WARM_UP):
             await traffic(fleet, dice)
         await fleet.http.get(fleet.url + "/metrics")
