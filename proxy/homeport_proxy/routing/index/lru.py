@@ -67,15 +67,16 @@ class PrefixLru:
         parent = keys[depth - 1] if depth else 0
         if depth:
             nodes[parent][_USED] = clock
-        for position in range(depth, len(keys)):
-            key = keys[position]
-            nodes[key] = [parent, 0, clock]
-            if position:
+        fresh = keys[depth:]
+        if fresh:
+            if depth:
                 nodes[parent][_CHILDREN] += 1
-            parent = key
+            nodes.update({key: [before, 1, clock] for key, before in zip(fresh, (parent, *fresh), strict=False)})
+            parent = fresh[-1]
+            nodes[parent][_CHILDREN] = 0
         if not nodes[parent][_CHILDREN]:
             heappush(self._leaves, (clock, parent))
-        return len(keys) - depth
+        return len(fresh)
 
     def shrink(self, blocks: int) -> int:
         """Evict until at most ``blocks`` are held; returns how many went."""
