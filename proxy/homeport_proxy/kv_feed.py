@@ -1,7 +1,8 @@
 """KV events of engines, subscribed to and handed to the routers' exact index.
 
-``kv_events: auto`` asks vLLM's ``/kv_event_sources`` for the endpoints of each data-parallel rank; an engine that has
-none is simply not followed, and the approximate index serves it.
+``kv_events: auto`` asks vLLM's ``/kv_event_sources``, which gives the publisher's settings by data-parallel rank
+(``{"0": {"endpoint", "replay_endpoint", "topic", ...}}``, vLLM 0.32); an engine that has none is simply not followed,
+and the approximate index serves it.
 """
 
 from __future__ import annotations
@@ -132,16 +133,15 @@ async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:
         ]
     try:
         async with Prober(timeout_s) as prober:
-            listed = json.loads(await prober.get(backend, "/kv_event_sources"))
-        entries = listed if isinstance(listed, list) else listed["sources"]
+            by_rank = json.loads(await prober.get(backend, "/kv_event_sources"))
         return [
             Source(
-                int(entry.get("data_parallel_rank") or 0),
+                int(rank),
                 _reachable(str(entry["endpoint"]), host),
                 _reachable(str(entry["replay_endpoint"]), host) if entry.get("replay_endpoint") else None,
                 str(entry.get("topic") or ""),
             )
-            for entry in entries
+            for rank, entry in by_rank.items()
         ]
     except (ProbeError, ValueError, KeyError, TypeError, AttributeError):
         return []

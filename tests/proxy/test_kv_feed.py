@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from emulator.emulating import fast
 from homeport_engines.emulator import Emulator
@@ -14,7 +15,7 @@ from homeport_engines.vllm.kv import BlockStored, KvBatch
 from homeport_proxy import config as cfg
 from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.kv_feed import KvFeed, Source, _reachable, sources_of
-from proxy.control_kit import engine, until
+from proxy.control_kit import engine, serving, until
 
 
 @dataclass
@@ -78,6 +79,21 @@ async def test_an_engine_without_events_is_left_alone() -> None:
         assert await sources_of(member(stub.url).backend, 5.0) == []
         await feed.stop()
     assert router == Router()
+
+
+async def test_vllm_names_its_publishers_by_rank() -> None:
+    """The shape that vLLM 0.32 answers with."""
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5558", "hwm": 100_000}
+    config |= {"replay_endpoint": None, "buffer_steps": 10_000, "max_queue_size": 100_000, "topic": "kv@m"}
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"1": config})
+
+    app = web.Application()
+    app.router.add_get("/kv_event_sources", answer)
+    async with serving(app) as url:
+        found = await sources_of(member(url).backend, 5.0)
+    assert found == [Source(1, "tcp://127.0.0.1:5558", None, "kv@m")]
 
 
 async def test_given_endpoints_count_up_with_the_rank() -> None:

@@ -317,15 +317,19 @@ class Emulator:
         return await self._wire.reply(request, {"server_load": self._busy})
 
     async def _sources(self, request: web.Request) -> web.StreamResponse:
-        sources: list[JsonValue] = [
-            {
-                "data_parallel_rank": index,
+        sources: JsonValue = {
+            str(index): {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
                 "endpoint": publisher.endpoint,
                 "replay_endpoint": publisher.replay_endpoint,
+                "buffer_steps": 10_000,
+                "hwm": 100_000,
+                "max_queue_size": 100_000,
                 "topic": self.settings.event_topic,
             }
             for index, publisher in enumerate(self.core.publishers)
-        ]
+        }
         return await self._wire.reply(request, sources)
 
     async def _load_adapter(self, desk: Desk, request: web.Request, body: Body) -> web.StreamResponse:
