@@ -10,12 +10,23 @@ from collections.abc import Iterator
 
 import pytest
 from aiohttp import web
+from rich.console import Console
 
 from homeport.cli import main
 from homeport_proxy import config as cfg
+from homeport_proxy.commands.why import render
 from homeport_proxy.control import Control
+from homeport_proxy.exchange import Exchange, TokenUsage
+from homeport_proxy.observe.summary import summarise
+from homeport_proxy.routing.views import Decision, Word
 from proxy.control_kit import engine, serving
 from proxy.test_admin import exchange
+
+
+def refused(request_id: str) -> Exchange:
+    """A request for a model that nobody serves."""
+    fields = {"decision": None, "legs": [], "usage": TokenUsage(), "outcome": None, "first_token_s": None}
+    return exchange(request_id, model="gone", status=404, error="model_not_found", region="", **fields)
 
 
 @contextlib.contextmanager
@@ -30,6 +41,7 @@ def running(extra: str = "") -> Iterator[tuple[str, Control]]:
             control = Control(cfg.parse(text))
             await control.start()
             control.account.done(exchange("req-1"))
+            control.account.done(refused("req-2"))
             app = web.Application()
             app.add_routes(control.routes())
             async with serving(app) as url:
@@ -66,9 +78,29 @@ def test_why_tells_where_time_and_tokens_went(capsys: pytest.CaptureFixture[str]
         out = capsys.readouterr().out
         assert main(["why", "unknown", "--url", url]) == 1
         error = capsys.readouterr().err
-    for said in ("home: d0 because home", "found in the cache", "computed: evicted", "until the first token"):
+    for said in ("home: d0\n", "found in the cache", "computed: evicted", "until the first token"):
         assert said in out
     assert error.startswith("homeport: No request of that id")
+
+
+def test_why_tells_what_is_known_of_a_request_that_reached_no_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as (url, _):
+        assert main(["why", "req-2", "--url", url]) == 0
+        out = capsys.readouterr().out
+    assert "req-2: chat gone, status 404 (model_not_found)" in out
+    assert "refused by the proxy before it was sent to an engine" in out
+    assert "not reported" not in out
+
+
+def test_why_says_nothing_twice_and_expects_no_more_than_the_prompt_holds() -> None:
+    decision = Decision("d0", Word.HOME, "home, 130 of 140 tokens expected cached", expected_cached_tokens=130)
+    summary = summarise(exchange(decision=decision), {"new": 36})
+    console = Console(width=120, highlight=False)
+    with console.capture() as caught:
+        console.print(render(summary))
+    assert "home: d0 because 130 of 140 tokens expected cached" in caught.get()
+    assert summary["tokens"]["expected_cached"] == 100  # type: ignore[index]
+    assert "computed: new, not sent before in this conversation" in caught.get()
 
 
 def test_drain_and_undrain(capsys: pytest.CaptureFixture[str]) -> None:

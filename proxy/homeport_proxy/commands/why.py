@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console, Group
@@ -16,7 +17,7 @@ from homeport_proxy.commands.ask import add_url, ask, quoted
 
 HELP = "where one request's time went, and why its tokens were not cached"
 _CAUSES = {
-    "new": "new in this conversation",
+    "new": "not sent before in this conversation",
     "caller": "sent before, but the caller changed the prompt ahead of it",
     "template": "rendered differently, or a last block that was not full",
     "routed_elsewhere": "cached at another place than the one it ran at",
@@ -70,7 +71,7 @@ def parts(summary: Mapping[str, Any]) -> list[Part]:
     ]
     at = sum(part.ms for part in found)
     legs = summary["legs"]
-    for leg, following in zip(legs, [*legs[1:], None], strict=True):
+    for leg, following in zip_longest(legs, legs[1:]):
         start = max(at, leg["start_ms"] or 0.0)  # one that could not even connect was never sent
         if leg["part"] == "serve" and not leg["error"]:
             found.append(_served(summary, leg["place"], until - start))
@@ -94,6 +95,9 @@ def _served(summary: Mapping[str, Any], place: str, ms: float) -> Part:
 
 def verdict(summary: Mapping[str, Any], found: Sequence[Part]) -> str:
     """The longest part in words; for an engine's, why it had so much to compute."""
+    if not summary["legs"] and summary["error"]:
+        ended = "the client left" if summary["error"] == "client_closed" else "refused by the proxy"
+        return f"{ended} before it was sent to an engine"
     if not found:
         return "no answer came"
     longest = max(found, key=lambda part: part.ms)
@@ -114,15 +118,14 @@ def verdict(summary: Mapping[str, Any], found: Sequence[Part]) -> str:
 
 def render(summary: dict[str, Any]) -> Group:
     """One request in words and two tables."""
-    head = f"{summary['request_id']}: {summary['api']} {summary['model']}, status {summary['status'] or 'none'}"
+    model = summary["model"] or "(no model named)"
+    head = f"{summary['request_id']}: {summary['api']} {model}, status {summary['status'] or 'none'}"
     if summary["error"]:
         head += f" ({summary['error']})"
     place = summary["backend"] or "no backend"
     if summary["prefill_backend"]:
         place += f", prefilled by {summary['prefill_backend']}"
-    went = f"{summary['decision'] or 'not placed'}: {place}" + (
-        f" because {summary['reason']}" if summary["reason"] else ""
-    )
+    went = f"{summary['decision'] or 'not placed'}: {place}{_because(summary)}"
     found = parts(summary)
     times = Table("ms", "what", title="time to first token" if summary["ms"]["first_token"] is not None else "time")
     for part in found:
@@ -131,7 +134,16 @@ def render(summary: dict[str, Any]) -> Group:
     for name, text in (("first_token", "until the first token"), ("total", "until the end")):
         if summary["ms"][name] is not None:
             times.add_row(f"{summary['ms'][name]:,.1f}", text)
-    return Group(Text(head), Text(went), Text(verdict(summary, found)), times, _tokens(summary), *_legs(summary))
+    said: list[Text | Table] = [Text(head), Text(went), Text(verdict(summary, found)), times]
+    if summary["legs"]:
+        said += [_tokens(summary), *_legs(summary)]
+    return Group(*said)
+
+
+def _because(summary: Mapping[str, Any]) -> str:
+    """The reason without the decision's own word, which stands before it."""
+    reason = (summary["reason"] or "").removeprefix(summary["decision"] or "").removeprefix(", ")
+    return f" because {reason}" if reason else ""
 
 
 def _tokens(summary: Mapping[str, Any]) -> Table:
