@@ -23,6 +23,21 @@ def test_a_session_is_placed_then_at_home() -> None:
     assert fleet.empty()
 
 
+def test_seconds_are_promised_only_once_the_speed_was_learned() -> None:
+    fleet = Fleet(*FOUR)
+
+    def reason(session: str, blocks: int) -> str:
+        decision = fleet.ask(request(session, blocks)).decision
+        assert decision is not None
+        return decision.reason
+
+    assert "is not known yet" in reason("a", 40)
+    assert "predicted to start in" in reason("b", 40), "one place's speed is lent to the others of its role"
+    fleet = Fleet(*FOUR)
+    assert "is not known yet" in reason("a", 1)
+    assert "is not known yet" in reason("b", 40), "a short prompt tells nothing of the speed"
+
+
 def test_expected_cached_tokens_are_those_of_the_repeated_prompt() -> None:
     fleet = Fleet(*FOUR)
     ticket = fleet.ask(request("s", 40))

@@ -30,6 +30,8 @@ class PrefillRates:
     def __init__(self, prior: Rates) -> None:
         self.rates = prior
         self.observed = 0
+        self.learned = False
+        """Whether ``tokens_per_s`` was learned: short prompts tell of ``t0_s`` only."""
         self._virgin = True
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._reset()
@@ -48,6 +50,7 @@ class PrefillRates:
         if uncached_tokens < _LEAST_TOKENS:
             self._learn_t0(uncached_tokens, cached_tokens, took_s)
             return self.rates
+        self.learned = True
         predicted_s = prefill_s(self.rates, uncached_tokens, cached_tokens)
         self._recent.append(math.log(took_s / predicted_s))
         if self._rescaled():

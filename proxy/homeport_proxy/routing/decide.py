@@ -31,7 +31,11 @@ def decide(
     usable = _usable(places, home)
     choice = (policy or POLICIES[settings.policy])(request, usable, now_s, rng, settings)
     place = choice.place
-    word, reason, new_home = _word(request, choice, home, settings)
+    plan = None
+    if place.role == "decode":
+        plan = prefill_plan(request, place, [one for one in usable if one.role == "prefill"], now_s, settings)
+    worker = place if plan is None or plan.place is None else plan.place
+    word, reason, new_home = _word(request, choice, worker, home, settings)
     if homeless and home is None and new_home is not None:
         word, reason = Word.MOVED, "its home left the fleet"
     if refused:
@@ -39,9 +43,7 @@ def decide(
         new_home = home.name if home is not None else None
     prefill_place = None
     prefill_cached = None
-    if place.role == "decode":
-        prefills = [candidate for candidate in usable if candidate.role == "prefill"]
-        plan = prefill_plan(request, place, prefills, now_s, settings)
+    if plan is not None:
         reason = f"{reason}; {plan.why}"
         if plan.place is not None:
             prefill_place = plan.place.name
@@ -87,13 +89,13 @@ def _bound(place: PlaceView) -> bool:
 
 
 def _word(
-    request: RequestView, choice: Choice, home: PlaceView | None, settings: RoutingSettings
+    request: RequestView, choice: Choice, worker: PlaceView, home: PlaceView | None, settings: RoutingSettings
 ) -> tuple[Word, str, str | None]:
     place = choice.place
     expected = place.expected_cached_tokens
     held = f"{expected} of {request.prompt_tokens} tokens expected cached"
     if home is None:
-        why = choice.why or _cheapest(choice)
+        why = choice.why or _cheapest(choice, worker)
         kept = None if request.kind == "side" else place.name
         return Word.PLACED, f"first request of the session, {why}", kept
     if place is home:
@@ -119,8 +121,11 @@ def dearer_by_s(costs: Mapping[str, Cost], home: str | None, place: str) -> floa
     return costs[home].total_s - costs[place].total_s
 
 
-def _cheapest(choice: Choice) -> str:
+def _cheapest(choice: Choice, worker: PlaceView) -> str:
+    """Why the policy chose as it did; ``worker`` is the place that prefills."""
     cost = choice.costs.get(choice.place.name)
     if cost is None:
         return "chosen by policy"
+    if not worker.learned:
+        return f"the speed of {worker.name} is not known yet"
     return f"predicted to start in {cost.wait_s + cost.prefill_s + cost.transfer_s:.2f} s"

@@ -84,6 +84,7 @@ class Place:
             observed = self.prefill_rates.observed
             self.prefill_rates = PrefillRates(learned)
             self.prefill_rates.observed = observed
+            self.prefill_rates.learned = other.prefill_rates.learned
             self.set_rates(learned)
 
     def believe(self, api: str, expected_tokens: int, reported_tokens: int) -> bool:
@@ -110,6 +111,7 @@ class Place:
         """The view brought up to ``now_s``, without what depends on a request."""
         view, load = self.view, self.load
         view.state = self.state
+        view.learned = self.prefill_rates.learned
         view.cooling = now_s < self.cool_until_s
         view.wait_s = load.prefill_left_s(now_s)
         view.rho = load.rho(now_s)

@@ -193,6 +193,8 @@ class PlaceView:
     role: Role
     pool: str = "default"
     rates: Rates = field(default_factory=Rates)
+    learned: bool = False
+    """Whether the speed of its prefill was learned from requests, here or at a place of its role."""
     state: State = "up"
     cooling: bool = False
     kv_transfer: bool = False
