@@ -246,7 +246,8 @@ class Health:
             try:
                 served = await self._prober.served(member.backend)
             except ProbeError as error:
-                member.notes["models"] = f"{error}; its models are not known"
+                strange = f", which is not like {member.backend.engine}" if error.no_such_page else ""
+                member.notes["models"] = f"{error}{strange}; its models are not known"
             else:
                 member.notes.pop("models", None)
                 self._asked_models_s[member.name] = self._clock()

@@ -37,6 +37,13 @@ class Seen:
     version: str | None = None
     models_fault: str | None = None
     telemetry_fault: str | None = None
+    stranger: bool = False
+    """Something answers there, but not as the engine that is configured."""
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether it answered as the engine that is configured."""
+        return self.fault is None and not self.stranger
 
 
 def offline(config: Config) -> list[Finding]:
@@ -166,6 +173,8 @@ async def _ask(prober: Prober, backend: Backend) -> Seen:
     try:
         served = await prober.served(backend)
     except ProbeError as error:
+        if error.no_such_page:
+            return await _stranger(prober, backend, error)
         return Seen(None if error.status else str(error), models_fault=str(error))
     version = telemetry_fault = None
     if backend.engine == "vllm":
@@ -182,9 +191,23 @@ async def _ask(prober: Prober, backend: Backend) -> Seen:
     return Seen(None, served, version, None, telemetry_fault)
 
 
+async def _stranger(prober: Prober, backend: Backend, error: ProbeError) -> Seen:
+    """What has no `/v1/models`: a fault, unless the engine's own health page or listed models speak for it."""
+    if backend.models is None:
+        try:
+            await prober.get(backend, kind(backend.engine).health_path)
+        except ProbeError:
+            return Seen(f"{error}, so it is no OpenAI-compatible server; look at host, port and path of the url")
+    return Seen(None, models_fault=str(error), stranger=True)
+
+
 def _one_engine(backend: Backend, seen: Seen) -> Iterator[Finding]:
     if seen.fault is not None:
         yield Finding("error", backend.name, f"{backend.url} cannot be used: {seen.fault}")
+        return
+    if seen.stranger:
+        text = f"does not look like {backend.engine}: {backend.url}{seen.models_fault}; is the url right?"
+        yield Finding("warning", backend.name, text)
         return
     if seen.served is None:
         yield Finding("warning", backend.name, f"its models cannot be determined: {seen.models_fault}")

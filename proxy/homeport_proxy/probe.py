@@ -35,6 +35,11 @@ class ProbeError(Exception):
         self.refused = refused
         self.status = status
 
+    @property
+    def no_such_page(self) -> bool:
+        """Whether the server has nothing at that path; a key it asks for is another matter."""
+        return self.status in (404, 405, 410, 501)
+
 
 @dataclass(frozen=True, slots=True)
 class Served:

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from homeport.cli import main
 from homeport_proxy import config as cfg
 from homeport_proxy import lint
 from homeport_proxy.lint import Finding
-from proxy.control_kit import engine
+from proxy.control_kit import engine, serving
 
 
 def found(text: str) -> list[tuple[str, str, str]]:
@@ -120,6 +121,22 @@ regions:
     assert "runs vLLM 0.32.0, d0 0.31.0" in findings[0].text
     assert [(f.level, f.where) for f in second] == [("error", "p0")]
     assert "serves no model that d0 serves" in second[0].text
+
+
+@pytest.mark.parametrize(
+    ("health", "more", "level"),
+    [(404, "", "error"), (200, "", "warning"), (404, ", models: [m]", "warning"), (404, ", engine: openai", "error")],
+)
+async def test_what_has_no_list_of_models_is_not_taken_for_an_engine(health: int, more: str, level: str) -> None:
+    async def answers(_: web.Request) -> web.Response:
+        return web.Response(status=health)
+
+    app = web.Application()
+    app.router.add_get("/health", answers)
+    async with serving(app) as url:
+        (finding,) = await asked(f"regions: {{r: {{backends: [{{name: a, url: '{url}'{more}}}]}}}}")
+    assert (finding.level, finding.where) == (level, "a")
+    assert "/v1/models answers 404" in finding.text
 
 
 # the command

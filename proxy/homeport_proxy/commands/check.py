@@ -84,8 +84,15 @@ def _tell(
     if errors:
         print(f"{errors} error(s), {warnings} warning(s)", file=sys.stderr)
     else:
-        asked = "no engine was asked" if offline else f"{len(seen)} backend(s) answered"
+        asked = "no engine was asked" if offline else _answered(seen)
         print(f"ok: {asked}, {warnings} warning(s)", file=out)
+
+
+def _answered(seen: Mapping[str, Seen]) -> str:
+    confirmed = sum(answer.confirmed for answer in seen.values())
+    if confirmed == len(seen):
+        return f"{confirmed} backend(s) answered"
+    return f"{confirmed} of {len(seen)} backends answered as configured"
 
 
 def _table(backends: Sequence[tuple[str, Backend]], seen: Mapping[str, Seen]) -> Table:
@@ -97,10 +104,17 @@ def _table(backends: Sequence[tuple[str, Backend]], seen: Mapping[str, Seen]) ->
             region,
             backend.name,
             backend.role,
-            backend.engine if answer.version is None else f"{backend.engine} {answer.version}",
+            _engine(backend, answer),
             backend.kv_transfer if backend.kv_transfer != "none" else backend.kv_store,
             ", ".join(sorted(served.models)) if served else "?",
             f"{served.max_model_len:,}" if served and served.max_model_len else "?",
-            "[green]yes[/]" if answer.fault is None else "[red]no[/]",
+            "[red]no[/]" if answer.fault else "[yellow]not as this engine[/]" if answer.stranger else "[green]yes[/]",
         )
     return table
+
+
+def _engine(backend: Backend, answer: Seen) -> str:
+    """The engine as configured; with its version, or a question mark where nothing confirms it."""
+    if answer.version is not None:
+        return f"{backend.engine} {answer.version}"
+    return f"{backend.engine}?" if answer.served is None else backend.engine
