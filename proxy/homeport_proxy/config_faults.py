@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import yaml
@@ -69,21 +69,24 @@ def expand(value: Any, env: Mapping[str, str], where: Where, errors: list[str]) 
 def validation_faults(error: ValidationError, root: type[BaseModel], known: Sequence[str] = ()) -> list[str]:
     """One line per faulty place; places that a line in ``known`` names already are left out."""
     by_place: dict[str, list[str]] = {}
-    for fault in error.errors():
+    faults = error.errors()
+    missing = {fault["loc"] for fault in faults if fault["type"] == "missing"}
+    for fault in faults:
         where = tuple(part for part in fault["loc"] if not _is_tag(part, fault["loc"]))
         told = by_place.setdefault(path_text(where), [])
-        message = _message(fault, where, root)
+        message = _message(fault, where, root, {loc[-1] for loc in missing if loc[:-1] == fault["loc"][:-1]})
         if message not in told:
             told.append(message)
     named = {line.partition(": ")[0] for line in known}
     return [f"{place}: {'; or '.join(messages)}" for place, messages in by_place.items() if place not in named]
 
 
-def _message(fault: ErrorDetails, where: Where, root: type[BaseModel]) -> str:
+def _message(fault: ErrorDetails, where: Where, root: type[BaseModel], missing: Collection[str | int]) -> str:
+    """What is wrong in words; ``missing``: required keys that are not given beside it."""
     given = fault["input"]
     match fault["type"]:
         case "extra_forbidden":
-            return f"unknown key{_near(str(where[-1]), where[:-1], root)}"
+            return f"unknown key{_near(str(where[-1]), where[:-1], root, missing)}"
         case "missing":
             return "is missing; add it"
         case "string_pattern_mismatch":
@@ -124,11 +127,13 @@ def path_text(where: Where) -> str:
     return text or "file"
 
 
-def _near(key: str, where: Where, root: type[BaseModel]) -> str:
+def _near(key: str, where: Where, root: type[BaseModel], missing: Collection[str | int]) -> str:
+    """The key that was meant: of several alike the one that is needed and not there."""
     known = _known_keys(where, root)
-    close = difflib.get_close_matches(key, known, n=1)
+    close = difflib.get_close_matches(key, known)
     if close:
-        return f"; did you mean {close[0]!r}?"
+        meant = next((name for name in close if name in missing), close[0])
+        return f"; did you mean {meant!r}?"
     return f"; known keys are {', '.join(known)}" if known else "; remove it"
 
 

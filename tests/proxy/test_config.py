@@ -102,6 +102,7 @@ def test_an_unknown_model_is_none_only_when_models_are_listed() -> None:
     ("text", "path", "says"),
     [
         (MINIMAL + "reigon: x", "reigon", "did you mean 'region'"),
+        ("regionz: {a: {backends: [{name: x, url: 'http://x'}]}}", "regionz", "did you mean 'regions'"),
         (MINIMAL + "helth: {}", "helth", "did you mean 'health'"),
         (MINIMAL + "health: {intervall_s: 2}", "health.intervall_s", "did you mean 'interval_s'"),
         (MINIMAL + "health: {interval_s: 0}", "health.interval_s", "greater than 0"),
