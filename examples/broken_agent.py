@@ -2,7 +2,9 @@
 
     python examples/broken_agent.py --base-url http://127.0.0.1:8080/v1 --model smollm2
     python examples/broken_agent.py --base-url http://127.0.0.1:8080/v1 --model smollm2 --stabilise
-    python examples/broken_agent.py --engine vllm-cpu        # both, on a real engine that is started for it
+    python examples/broken_agent.py --engine emulator        # both, on an engine that is started for it; about a minute
+
+``--engine`` takes emulator (computes no text), vllm-cpu (a model on the CPU: many minutes) and vllm (on a GPU).
 
 The faults are common ones, each at its own rhythm: the clock stands in the system prompt, the tools are kept in a set
 that is built anew whenever their server reconnects, the history is pruned when it grows, and a session that is loaded
@@ -13,6 +15,8 @@ mended from outside: the order of the tools, and the clock, because it is declar
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import random
 import re
@@ -20,7 +24,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,8 +32,8 @@ from typing import Any
 
 import httpx
 from agent import GUIDE, TASKS, Workshop
-from demo import fleet
-from openai import OpenAI
+from demo import DemoError, fleet
+from openai import APIError, OpenAI
 
 import homeport
 from homeport.analysis import conversations
@@ -42,6 +46,8 @@ CLOCK = re.compile(r"The time is [^\n]*\n")
 SECONDS_PER_REQUEST = 12
 RECONNECT_EVERY, RELOAD_EVERY = 7, 9
 KEPT_MESSAGES = 24
+REQUESTS_PER_ROUND = 2 * len(TASKS)
+PLAIN_PROGRESS_EVERY = 9
 
 
 @dataclass(frozen=True)
@@ -123,10 +129,12 @@ class BrokenAgent:
 
 
 class Recorder(httpx.BaseTransport):
-    """Writes every request that leaves, as it leaves, with the usage of its answer."""
+    """Writes every request that leaves, as it leaves, with the usage of its answer; ``answered`` is told of each."""
 
-    def __init__(self, inner: httpx.BaseTransport, writer: RecordWriter, session: str) -> None:
-        self._inner, self._writer, self._session = inner, writer, session
+    def __init__(
+        self, inner: httpx.BaseTransport, writer: RecordWriter, session: str, answered: Callable[[], None]
+    ) -> None:
+        self._inner, self._writer, self._session, self._answered = inner, writer, session, answered
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         started, began = time.time(), time.perf_counter()
@@ -145,18 +153,28 @@ class Recorder(httpx.BaseTransport):
                 elapsed_s=time.perf_counter() - began,
             )
         )
+        self._answered()
         return response
 
     def close(self) -> None:
         self._inner.close()
 
 
-def run(base_url: str, model: str, record: Path, session: str, *, stabilise: bool, rounds: int) -> None:
-    """Run the agent once; its requests are appended to ``record``, text and all."""
+def run(
+    base_url: str,
+    model: str,
+    record: Path,
+    session: str,
+    *,
+    stabilise: bool,
+    rounds: int,
+    answered: Callable[[], None] = lambda: None,
+) -> None:
+    """Run the agent once; its requests are appended to ``record``, text and all. ``answered`` is called after each."""
     with (
         tempfile.TemporaryDirectory() as folder,
         RecordWriter(record, text=True) as writer,
-        httpx.Client(transport=Recorder(httpx.HTTPTransport(), writer, session), timeout=600) as http,
+        httpx.Client(transport=Recorder(httpx.HTTPTransport(), writer, session, answered), timeout=600) as http,
     ):
         client = OpenAI(base_url=base_url, api_key="-", max_retries=0, http_client=http)
         if stabilise:
@@ -179,6 +197,29 @@ def _definitions(workshop: Workshop) -> list[dict[str, Any]]:
     return definitions
 
 
+@contextlib.contextmanager
+def progress(name: str, requests: int) -> Iterator[Callable[[], None]]:
+    """A counter of answered requests on stderr: a bar on a terminal, else a line now and then."""
+    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as shown:
+            task = shown.add_task(name, total=requests)
+            yield lambda: shown.advance(task)
+        return
+    done = 0
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        if done % PLAIN_PROGRESS_EVERY == 0 or done == requests:
+            print(f"{name}: {done} of {requests} requests", file=sys.stderr, flush=True)
+
+    yield count
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base-url", default="http://127.0.0.1:8080/v1")
@@ -189,20 +230,40 @@ def main() -> int:
     parser.add_argument(
         "--engine",
         metavar="ENGINE",
-        help="start an engine of this kind (vllm-cpu, vllm, emulator) and run both ways on it; further options go to "
-        "`homeport up`",
+        help="start an engine of this kind (emulator, vllm-cpu, vllm) and run both ways on it; further options "
+        "go to `homeport up`",
     )
     args, options = parser.parse_known_args()
     if options and not args.engine:
         parser.error(f"unknown: {' '.join(options)} (options of `homeport up` go with --engine)")
+    try:
+        return show(args, options)
+    except (DemoError, APIError) as error:
+        print(f"broken_agent: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
+
+def show(args: argparse.Namespace, options: Sequence[str]) -> int:
+    """Run the agent, once or both ways, and explain its recorded requests."""
+    if not args.engine:
+        _see_that_it_answers(args.base_url)
     record = args.record or Path(tempfile.mkstemp(prefix="broken-agent-", suffix=".jsonl")[1])
-    if args.engine:
-        with fleet("--mixed", "1", "--engine", args.engine, *options) as place:
-            for stabilise in (False, True):
-                _run_once(place.base_url, place.model, record, stabilise, args.rounds)
-    else:
-        _run_once(args.base_url, args.model, record, args.stabilise, args.rounds)
+    ways = (False, True) if args.engine else (args.stabilise,)
+    print(
+        f"{len(ways)} x {args.rounds * REQUESTS_PER_ROUND} requests: about a minute on an emulated engine, "
+        "many minutes on a model on the CPU",
+        file=sys.stderr,
+        flush=True,
+    )
+    with contextlib.ExitStack() as stack:
+        base_url, model = args.base_url, args.model
+        if args.engine:
+            place = stack.enter_context(fleet("--mixed", "1", "--engine", args.engine, *options))
+            base_url, model = place.base_url, place.model
+        for stabilise in ways:
+            _run_once(base_url, model, record, stabilise, args.rounds)
     print(f"Recorded in {record}\n")
     status = homeport_command(["explain", str(record), "--prices", str(PRICES)])
     with record.open(encoding="utf-8") as lines:
@@ -211,9 +272,21 @@ def main() -> int:
     return status
 
 
+def _see_that_it_answers(base_url: str) -> None:
+    """Raises DemoError where nobody listens."""
+    try:
+        httpx.get(f"{base_url.rstrip('/')}/models", timeout=10)
+    except (httpx.TransportError, httpx.InvalidURL):
+        raise DemoError(
+            f"no proxy at {base_url}; start one with `make up` or give --engine emulator | vllm-cpu"
+        ) from None
+
+
 def _run_once(base_url: str, model: str, record: Path, stabilise: bool, rounds: int) -> None:
-    session = f"{'stabilised' if stabilise else 'broken'}-{int(time.time())}"
-    run(base_url, model, record, session, stabilise=stabilise, rounds=rounds)
+    name = "stabilised" if stabilise else "broken"
+    with progress(name, rounds * REQUESTS_PER_ROUND) as answered:
+        session = f"{name}-{int(time.time())}"
+        run(base_url, model, record, session, stabilise=stabilise, rounds=rounds, answered=answered)
 
 
 def _share(share: float | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import socket
 from pathlib import Path
 from types import ModuleType
 
@@ -56,3 +57,23 @@ async def test_four_faults_are_named_and_two_of_them_mended(example: ModuleType,
     assert broken.report.cached_share is not None
     assert mended.report.cached_share is not None
     assert mended.report.cached_share > broken.report.cached_share + 0.1
+
+
+def test_without_a_proxy_it_says_so_in_one_line(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as bound:  # bound and not listening: nobody answers, and nobody else can take the port
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+        monkeypatch.setattr("sys.argv", ["broken_agent.py", "--base-url", url])
+        assert example.main() == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"no proxy at {url}; start one with `make up` or give --engine" in said
+
+
+def test_progress_where_there_is_no_terminal(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with example.progress("broken", 20) as answered:
+        for _ in range(20):
+            answered()
+    assert capsys.readouterr().err.splitlines() == [f"broken: {count} of 20 requests" for count in (9, 18, 20)]
