@@ -24,6 +24,7 @@ from homeport.cli import CommandError
 from homeport_engines.launch import speculation
 from homeport_proxy.commands import up
 from homeport_proxy.local import checks
+from homeport_proxy.local.display import last_message
 from homeport_proxy.local.plan import Plan, Wanted, make_plan, threads
 
 UP = [sys.executable, "-m", "homeport.cli", "up", "--engine", "emulator", "--port", "0", "--json"]
@@ -157,6 +158,36 @@ def test_bad_input_is_one_line(
     assert said.out == ""
     assert words in said.err
     assert said.err.count("\n") == 1
+
+
+def test_the_status_command_can_be_typed_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "homeport"
+    program.parent.mkdir()
+    program.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert up.status_command("http://127.0.0.1:8080") == f"{program} status"
+    monkeypatch.chdir(tmp_path)
+    assert up.status_command("http://127.0.0.1:9000") == "bin/homeport status --url http://127.0.0.1:9000"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert up.status_command("http://127.0.0.1:8080") == "homeport status"
+    program.unlink()
+    assert up.status_command("http://127.0.0.1:8080").endswith("python -m homeport.cli status")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([], ""),
+        (["INFO 11-30 01:00:00 [core.py:12] Loading weights"], "Loading weights"),
+        (["INFO 11-30 01:00:00 [core.py:12] A", "/x/y.py:3: UserWarning: old", "  warnings.warn("], "A"),
+        (["(EngineCore pid=7) INFO 11-30 01:00:00 [a.py:1] B", "    raise KeyError"], "B"),
+        (["Loading shards:  50%|##   | 1/2"], "Loading shards:  50%|##   | 1/2"),
+        (["  warnings.warn("], ""),
+    ],
+)
+def test_progress_shows_the_last_message_of_a_log(lines: list[str], said: str) -> None:
+    assert last_message(lines) == said
 
 
 def test_a_port_in_use_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:

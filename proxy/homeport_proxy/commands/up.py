@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ from homeport.fingerprint import JsonValue
 from homeport_engines.cachedir import cache_dir
 from homeport_engines.launch import SPECULATION, LaunchError, Speculation, speculation
 from homeport_engines.vllm import cpu
+from homeport_proxy.commands.ask import DEFAULT_URL
 from homeport_proxy.config import Policy
 from homeport_proxy.local import checks
 from homeport_proxy.local.display import start_display
@@ -194,7 +196,22 @@ def _announce(plan: Plan, supervisor: Supervisor, *, as_json: bool) -> None:
         return
     print(f"base_url: {plan.base_url}")
     print(f"model: {plan.model}")
+    print(f"dashboard: {plan.proxy_url}/homeport")
+    print(f"status: {status_command(plan.proxy_url)}")
     print("Ctrl-C stops everything.", flush=True)
+
+
+def status_command(proxy_url: str) -> str:
+    """`homeport status` of this proxy as it can be typed here: with its path when the shell would not find it."""
+    beside = Path(sys.executable).with_name("homeport")
+    if shutil.which("homeport"):
+        words = ["homeport"]
+    elif beside.exists():
+        words = [str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside)]
+    else:
+        words = [sys.executable, "-m", "homeport.cli"]
+    words += ["status"] if proxy_url == DEFAULT_URL else ["status", "--url", proxy_url]
+    return shlex.join(words)
 
 
 def _watch(supervisor: Supervisor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -16,7 +16,11 @@ from rich.text import Text
 from homeport_proxy.local.supervisor import Part
 
 LINE_EVERY_S = 15.0
-_LOG_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?(INFO|WARNING|ERROR) \S+ \S+ (\[[\w.]+:\d+\] )?")
+LOOK_AT_LINES = 20
+_PROCESS = r"(\(\w+ pid=\d+\) )?"
+_LOG_PREFIX = re.compile(rf"^{_PROCESS}(INFO|WARNING|ERROR) \S+ \S+ (\[[\w.]+:\d+\] )?")
+_MESSAGE = re.compile(rf"^{_PROCESS}((DEBUG|INFO|WARNING|ERROR|CRITICAL)\b|[^\s/].*\b\d+%)")
+"""A line of a log, or of a progress bar; what Python prints of a warning (a path, a line of code) is neither."""
 
 
 class PlainDisplay:
@@ -51,7 +55,9 @@ class LiveDisplay:
         table.add_column(no_wrap=True, overflow="ellipsis")
         for part in parts:
             mark = {"starting": "[yellow]starting[/]", "ready": "[green]ready[/]", "ended": "[red]ended[/]"}[part.state]
-            log = Text(_plain(part.last_line) if part.state == "starting" else "", style="dim")
+            log = Text(
+                last_message(part.process.last_lines(LOOK_AT_LINES)) if part.state == "starting" else "", style="dim"
+            )
             table.add_row(_title(part), mark, f"{_seconds(part):.0f} s", log)
         self._live.update(table)
 
@@ -69,7 +75,8 @@ def start_display(stream: TextIO) -> Iterator[PlainDisplay | LiveDisplay]:
 
 def _line(part: Part, *, with_log: bool) -> str:
     text = f"{_title(part)}: {part.state}, {_seconds(part):.0f} s"
-    return f"{text}: {_plain(part.last_line)[:160]}" if with_log else text
+    said = last_message(part.process.last_lines(LOOK_AT_LINES))[:160] if with_log else ""
+    return f"{text}: {said}" if said else text
 
 
 def _title(part: Part) -> str:
@@ -80,5 +87,7 @@ def _seconds(part: Part) -> float:
     return time.monotonic() - part.started_s if part.ready_after_s is None else part.ready_after_s
 
 
-def _plain(line: str) -> str:
-    return _LOG_PREFIX.sub("", line)
+def last_message(lines: Sequence[str]) -> str:
+    """The newest of a log's lines that is a message, without its prefix; empty when there is none."""
+    found = next((line for line in reversed(lines) if _MESSAGE.match(line)), "")
+    return _LOG_PREFIX.sub("", found).strip()

@@ -42,11 +42,6 @@ class Part:
     started_s: float = field(default_factory=time.monotonic)
     ready_after_s: float | None = None
 
-    @property
-    def last_line(self) -> str:
-        """The newest line of its log."""
-        return next(iter(self.process.last_lines(1)), "")
-
 
 class Display(Protocol):
     """Shown while waiting; called every quarter of a second."""
