@@ -37,14 +37,34 @@ def test_the_table(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["explain", str(recorded), "--prices", str(prices)]) == 0
     text = capsys.readouterr().out
     broken, sound = text.split("\n\n")
-    heading, columns, first, second = broken.splitlines()
+    heading, columns, first, second, to_do, *hints = broken.splitlines()
     assert heading.startswith("Session broken: 3 requests, 0.0% of input cached, $0.0120 spent, $0.0000 saved")
-    assert columns.split() == ["turn", "reason", "where", "tokens", "cost", "what", "to", "do"]
-    assert first.split()[:4] == ["2", "system_changed", "/messages/0/content", "(timestamp)"]
-    assert second.split()[:3] == ["3", "tools_reordered", "/tools/0"]
+    assert columns.split() == ["turn", "reason", "blame", "where", "byte", "tokens", "cost"]
+    assert first.split()[:5] == ["2", "system_changed", "caller", "/messages/0/content", "(timestamp)"]
+    assert second.split()[:4] == ["3", "tools_reordered", "caller", "/tools/0"]
     assert "$0.00" in first
+    assert to_do.strip() == "What to do:"
+    assert [hint.split()[0] for hint in hints] == ["system_changed", "tools_reordered"]
+    assert max(map(len, (columns, first, second))) <= 120
     assert "no breaks" in sound
-    assert "1 requests did not report cached tokens" in sound
+    assert "1 request did not report cached tokens" in sound
+    assert "--prices" not in text
+
+
+def test_the_byte_in_the_table_is_the_breaks_own(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--json", str(recorded)]) == 0
+    offset = json.loads(capsys.readouterr().out)["breaks"][1]["offset"]
+    assert main(["explain", str(recorded)]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "tools_reordered" in line)
+    assert row.split()[4] == f"{offset:,}"
+
+
+def test_without_prices_it_says_how_to_give_them(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(recorded)]) == 0
+    text = capsys.readouterr().out
+    assert "$" not in text
+    assert "cost" not in text.splitlines()[1]
+    assert "--prices FILE.json" in text.splitlines()[-1]
 
 
 def test_json(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,17 +10,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from homeport.analysis import Conversation, conversations
+from homeport.analysis import Conversation, Turn, conversations
 from homeport.breaks import CacheBreak, Reason
 from homeport.cli import CommandError
 from homeport.prices import PriceBook
 from homeport.record import Record, RecordError, read
-from homeport.report import Json, money
+from homeport.report import Json, SessionReport, money
 
 HELP = "say where a recorded agent's prompt cache broke, why, what it cost and what to do"
 
-_HEADINGS = ("turn", "reason", "where", "tokens", "cost", "what to do")
-_Row: TypeAlias = tuple[str, ...]
+_HEADINGS = ("turn", "reason", "blame", "where", "byte", "tokens", "cost")
+_NUMBERS = frozenset({"turn", "byte", "tokens", "cost"})
+_Table: TypeAlias = list[tuple[str, ...]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -104,15 +105,20 @@ def _print(found: Sequence[Conversation]) -> None:
         if number:
             print()
         print(_heading(conversation))
-        rows = list(_rows(conversation))
-        if not rows:
+        breaks = [(turn, one) for turn, one in conversation.breaks() if one.reason is not Reason.NOT_REPORTED]
+        if not breaks:
             print("  no breaks")
-        elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-            _print_rich(rows)
         else:
-            _print_plain(rows)
+            _print_table(_table(breaks))
+            _print_hints([one for _, one in breaks])
         if note := _note(conversation):
             print(f"  {note}")
+    if any(_is_unpriced(conversation.report) for conversation in found):
+        print("\nWhere no money is shown, no price is known: --prices FILE.json gives prices of your own.")
+
+
+def _is_unpriced(books: SessionReport) -> bool:
+    return books.cost_usd is None and books.input_tokens is not None
 
 
 def _heading(conversation: Conversation) -> str:
@@ -130,11 +136,22 @@ def _heading(conversation: Conversation) -> str:
     return f"Session {conversation.session}: {', '.join(parts)}"
 
 
-def _rows(conversation: Conversation) -> Iterator[_Row]:
-    for turn, one in conversation.breaks():
-        if one.reason is not Reason.NOT_REPORTED:
-            tokens = "?" if one.lost_tokens is None else f"{one.lost_tokens:,}"
-            yield (str(turn.number), one.reason.value, _where(one), tokens, money(one.cost_usd, "-"), one.hint)
+def _table(breaks: Sequence[tuple[Turn, CacheBreak]]) -> _Table:
+    """Headings and a row per break; without the column for costs when none is known."""
+    rows = [
+        (
+            str(turn.number),
+            one.reason.value,
+            one.blame.value,
+            _where(one),
+            f"{one.offset:,}",
+            "?" if one.lost_tokens is None else f"{one.lost_tokens:,}",
+            money(one.cost_usd, "-"),
+        )
+        for turn, one in breaks
+    ]
+    table = [_HEADINGS, *rows]
+    return table if any(one.cost_usd is not None for _, one in breaks) else [row[:-1] for row in table]
 
 
 def _where(one: CacheBreak) -> str:
@@ -146,31 +163,47 @@ def _note(conversation: Conversation) -> str:
     unreported = sum(one.reason is Reason.NOT_REPORTED for _, one in conversation.breaks())
     notes = [
         (unreported, "did not report cached tokens"),
-        (conversation.side_requests, "were side requests (titles, summaries)"),
-        (conversation.refused_requests, "were refused"),
+        (conversation.side_requests, "beside the conversation (titles, summaries)"),
+        (conversation.refused_requests, "refused"),
     ]
-    return "; ".join(f"{count} requests {what}" for count, what in notes if count)
+    return "; ".join(f"{count} {'request' if count == 1 else 'requests'} {what}" for count, what in notes if count)
 
 
-def _print_plain(rows: Sequence[_Row]) -> None:
-    table = [_HEADINGS, *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(len(_HEADINGS))]
+def _print_table(table: _Table) -> None:
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        _print_rich(table)
+    else:
+        _print_plain(table)
+
+
+def _print_plain(table: _Table) -> None:
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     for row in table:
         cells = [
-            cell.rjust(width) if name in ("turn", "tokens", "cost") else cell.ljust(width)
-            for name, cell, width in zip(_HEADINGS, row, widths, strict=True)
+            cell.rjust(width) if name in _NUMBERS else cell.ljust(width)
+            for name, cell, width in zip(table[0], row, widths, strict=True)
         ]
         print(f"  {'  '.join(cells)}".rstrip())
 
 
-def _print_rich(rows: Sequence[_Row]) -> None:
+def _print_rich(table: _Table) -> None:
     from rich.console import Console
     from rich.markup import escape
+    from rich.padding import Padding
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in _HEADINGS:
-        table.add_column(name, justify="right" if name in ("turn", "tokens", "cost") else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    Console(highlight=False).print(table)
+    shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in table[0]:
+        shown.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
+    for row in table[1:]:
+        shown.add_row(*(escape(cell) for cell in row))
+    Console(highlight=False).print(Padding(shown, (0, 0, 0, 2), expand=False))
+
+
+def _print_hints(breaks: Sequence[CacheBreak]) -> None:
+    """What to do about each kind of break, once."""
+    hints = dict.fromkeys((one.reason.value, one.hint) for one in breaks)
+    width = max(len(reason) for reason, _ in hints)
+    print("  What to do:")
+    for reason, hint in hints:
+        print(f"    {reason:<{width}}  {hint}")
