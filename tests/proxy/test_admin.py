@@ -341,7 +341,9 @@ async def test_a_reload_reaches_what_the_routers_hold(tmp_path: Path) -> None:
     router.set_places(places)
 
     def ask(session: str, now_s: float, keys: int = 0) -> None:
-        view = RequestView(session, "chat", "m", session, 1000, PrefixKeys([hash((session, i)) for i in range(keys)]))
+        view = RequestView(
+            session, "chat", "m", session, 1000, PrefixKeys([hash((session, i)) & (1 << 63) - 1 for i in range(keys)])
+        )
         ticket = router.arrive(view, now_s)
         router.due(now_s)
         router.finished(ticket, now_s, prompt_tokens=1000, cached_tokens=0, output_tokens=1, ok=True)
