@@ -14,9 +14,11 @@ from rich.console import Console
 
 from homeport.cli import main
 from homeport_proxy import config as cfg
+from homeport_proxy.commands import status as status_command
 from homeport_proxy.commands.why import render
 from homeport_proxy.control import Control
 from homeport_proxy.exchange import Exchange, TokenUsage
+from homeport_proxy.observe.status import savings
 from homeport_proxy.observe.summary import summarise
 from homeport_proxy.routing.views import Decision, Word
 from proxy.control_kit import engine, serving
@@ -69,7 +71,16 @@ def test_status_shows_the_fleet_and_gives_json(capsys: pytest.CaptureFixture[str
         document = json.loads(capsys.readouterr().out)
     assert "d0" in out
     assert "cached share 64.0%" in out
+    assert "1 answered request, 100 prompt tokens" in out, "the refused one is not among them"
     assert document["regions"]["r"]["backends"][0]["state"] == "up"
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 sessions"), (1, "1 session"), (2, "2 sessions")])
+def test_status_counts_in_words(count: int, said: str) -> None:
+    status = {"version": "1", "region": "r", "regions": {}, "sessions": count, "degraded": []}
+    with (console := Console(width=120)).capture() as caught:
+        console.print(status_command.render({**status, "savings": savings(None)}))
+    assert caught.get().splitlines()[0].endswith(said)
 
 
 def test_why_tells_where_time_and_tokens_went(capsys: pytest.CaptureFixture[str]) -> None:

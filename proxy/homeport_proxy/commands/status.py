@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 def render(status: dict[str, Any]) -> Group:
     """Backends by region, savings and what is degraded; fits 80 columns."""
-    where = f"homeport {status['version']}, region {status['region']}: {status['sessions']} sessions"
+    where = f"homeport {status['version']}, region {status['region']}: {_number(status['sessions'], 'session')}"
     parts: list[Table | Text] = [Text(where)]
     for name, region in status["regions"].items():
         if len(status["regions"]) > 1 or not region["backends"]:
@@ -95,9 +95,14 @@ def _count(value: int | None) -> str:
     return f"{value / 1e3:.0f}k" if value < 1_000_000 else f"{value / 1e6:.1f}M"
 
 
+def _number(value: int | None, thing: str) -> str:
+    return f"{_count(value)} {thing}" + ("" if value == 1 else "s")
+
+
 def _savings(savings: dict[str, Any]) -> str:
     share = savings["cached_share"]
-    said = f"{_count(savings['requests'])} requests, {_count(savings['input_tokens'])} prompt tokens"
+    # the ledger has no line of a request that was refused or failed: no tokens of it were reported
+    said = f"{_number(savings['requests'], 'answered request')}, {_number(savings['input_tokens'], 'prompt token')}"
     said += ", cached share " + ("unknown" if share is None else f"{share:.1%}")
     if savings["saved_usd"] is not None:
         said += f", saved ${float(savings['saved_usd']):.4f} of ${float(savings['saved_usd']) + _spent(savings):.4f}"
