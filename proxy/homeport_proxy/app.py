@@ -89,6 +89,8 @@ class Proxy:
         # these are found by the target as it stands: a spelling that only leads there is no page of ours
         if path.startswith(("/homeport", "/health/", "/metrics")) and request.raw_path.startswith(path):
             return await self._operations(request)
+        if request.raw_path == "/" and "text/html" in request.headers.get("accept", ""):
+            return web.Response(status=302, headers={"location": "/homeport"})
         return self._answer(request, _unknown_path())
 
     def _models(self, request: web.BaseRequest) -> web.StreamResponse:

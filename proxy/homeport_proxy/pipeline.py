@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 BLOCK_CHARS = 512
 EXPECTED_OUTPUT_TOKENS = 256
+LONGEST_MODEL_NAME = 128
 
 
 class Pipeline:
@@ -132,6 +133,7 @@ class Pipeline:
         """The engines' name for the model that is asked for. Raises ProxyError 404 when nobody serves it."""
         asked = exchange.members.get("model")
         config, fleet = self.control.config, self.control.fleet
+        exchange.model = _named(asked)
         if not isinstance(asked, str) or not asked:
             known = fleet.models()
             if job.api.name in ("other", "tokenize") or len(known) == 1:
@@ -343,6 +345,12 @@ def arrive(request: web.BaseRequest) -> Exchange:
 
 def _hops(value: str | None) -> int:
     return int(value) if value is not None and value.isdigit() and len(value) < 4 else 0
+
+
+def _named(asked: JsonValue) -> str:
+    """What a client calls its model, as logs and books may show it: short, and no line breaks or the like."""
+    name = asked[:LONGEST_MODEL_NAME] if isinstance(asked, str) else ""
+    return name if name.isprintable() else "".join(char if char.isprintable() else "?" for char in name)
 
 
 def _read_members(exchange: Exchange, job: Job) -> None:

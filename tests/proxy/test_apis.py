@@ -271,6 +271,37 @@ async def test_our_errors_have_the_apis_shape(path: str, body: bytes, status: in
     await engine.stop()
 
 
+async def test_the_proxys_own_paths() -> None:
+    engine = await ScriptedEngine(every_api).start()
+    async with proxy_for(backends(engine)) as (url, _), aiohttp.ClientSession() as client:
+        browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+        async with client.get(url, headers=browser) as answer:
+            assert answer.status == 200
+            assert (answer.url.path, answer.content_type) == ("/homeport", "text/html")
+        for method, path in (
+            ("GET", "/"),
+            ("GET", "/homeport/nothing"),
+            ("GET", "/homeport/v1/x"),
+            ("PUT", "/metrics"),
+        ):
+            async with client.request(method, url + path) as answer:
+                assert answer.status == 404
+                assert (await answer.json())["error"]["type"] == "invalid_request_error"
+    await engine.stop()
+
+
+async def test_a_model_that_nobody_serves_is_named_in_the_books() -> None:
+    engine = await ScriptedEngine(every_api).start()
+    async with proxy_for(backends(engine, models=[{"name": "m"}])) as (url, proxy), aiohttp.ClientSession() as client:
+        async with client.post(f"{url}/v1/chat/completions", json={"model": "a\nb" + "c" * 500}) as answer:
+            assert answer.status == 404
+        (summary,) = proxy.control.account.requests.latest(1)
+        assert summary["model"] == "a?b" + "c" * 125
+        labels = {values[1] for values in proxy.control.metrics.requests.values}
+        assert labels == {"other"}
+    await engine.stop()
+
+
 async def test_other_paths_pass_unchanged() -> None:
     engine = await ScriptedEngine(every_api).start()
     async with proxy_for(backends(engine)) as (url, proxy), aiohttp.ClientSession() as client:

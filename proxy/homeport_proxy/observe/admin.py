@@ -52,6 +52,7 @@ def routes(control: Control) -> list[web.RouteDef]:
         web.post("/homeport/v1/backends/{name}/drain", guarded(api.drain)),
         web.post("/homeport/v1/backends/{name}/undrain", guarded(api.undrain)),
         web.get("/homeport/v1/ledger", guarded(api.ledger)),
+        web.route("*", "/{unknown:.*}", api.unknown),
     ]
 
 
@@ -123,6 +124,10 @@ class _Admin:
                 return refusal
         text = self._control.metrics.registry.render()
         return web.Response(body=text.encode(), headers={"content-type": CONTENT_TYPE})
+
+    async def unknown(self, request: web.Request) -> web.Response:
+        message = f"Nothing is served for {request.method} at this path; the proxy's own API is below /homeport/v1/."
+        return fault(404, "not_found", message)
 
     # the fleet
 
