@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -16,7 +17,8 @@ import aiohttp
 import pytest
 
 from emulator.emulating import client, fast, until
-from homeport_engines.emulator import Emulator, Fault
+from homeport_engines.emulator import Emulator, Fault, command
+from homeport_engines.emulator.settings import EmulatorSettings
 
 BODY = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "ignore_eos": True}
 
@@ -189,3 +191,12 @@ async def test_the_process_dies_as_a_real_engine_does() -> None:
         with pytest.raises(aiohttp.ClientError):
             await c.chat("hello", kv_transfer_params={"do_remote_prefill": True})
         assert await asyncio.wait_for(run.wait(), 10) == 1
+
+
+def test_every_option_says_what_it_does_and_what_stands_without_it() -> None:
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    for action in parser._actions[1:]:
+        assert "(default: " in (action.help or ""), action.option_strings
+    settings = command.settings_from(parser.parse_args([]))
+    assert settings == EmulatorSettings(port=8000, dies=True)

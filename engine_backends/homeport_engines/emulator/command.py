@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -26,67 +27,137 @@ from homeport_engines.emulator.settings import (
 HELP = "run an engine that computes no text but keeps true books of its cache, queue and hand-offs"
 
 
+_RATES = {
+    "t0_s": "s before any prefill",
+    "tokens_per_s": "prefill, with nothing cached",
+    "attention_tokens": "context at which attention doubles the time of a prefilled token",
+    "step_s": "s of a decode step",
+    "per_sequence_s": "s that each sequence adds to a decode step",
+    "per_context_token_s": "s that each token held adds to a decode step",
+    "transfer_t0_s": "s before any KV transfer",
+    "transfer_tokens_per_s": "KV transfer between engines",
+    "host_tokens_per_s": "KV loaded from the host tier",
+}
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     default = EmulatorSettings()
-    parser.add_argument("--host", default=default.host)
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    parser.add_argument("--model", default=default.model, help="the name it serves")
-    parser.add_argument("--role", choices=get_args(Role), default=default.role)
-    parser.add_argument("--kv", choices=get_args(Kv), default=default.kv, help="the KV connector it speaks")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the key it demands")
-    parser.add_argument("--script", type=Path, metavar="FILE", help="answers by rule (YAML or JSON)")
-    parser.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="emulated seconds per real second")
+    _option(parser, "--host", default.host, "the address to listen on")
+    _option(parser, "--port", 8000, "the port; 0 takes a free one")
+    _option(parser, "--model", default.model, "the name it serves")
+    _option(parser, "--role", default.role, "which part of a request it computes", choices=get_args(Role))
+    _option(parser, "--kv", default.kv, "the KV connector it speaks", choices=get_args(Kv))
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable that holds the key it demands (default: no key)"
+    )
+    parser.add_argument(
+        "--script",
+        type=Path,
+        metavar="FILE",
+        help="answers by rule, YAML or JSON (default: words that follow from the prompt)",
+    )
+    _option(parser, "--time-scale", default.time_scale, "emulated seconds of computing per real second", metavar="X")
     _add_cache(parser, default)
     _add_transfer(parser, default)
     _add_events(parser, default)
-    rates = parser.add_argument_group("rates (emulated seconds and tokens)")
+    rates = parser.add_argument_group("rates (emulated seconds, tokens per emulated second)")
     for item in dataclasses.fields(Rates):
-        rates.add_argument(_flag(item.name), type=float, default=getattr(default.rates, item.name), metavar="X")
+        _option(rates, _flag(item.name), getattr(default.rates, item.name), _RATES[item.name], metavar="X")
+
+
+def _option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    flag: str,
+    default: str | float,
+    text: str,
+    *,
+    choices: Sequence[str] | None = None,
+    metavar: str | None = None,
+) -> None:
+    """An option of the default's own type, whose help tells the default."""
+    shown = "empty" if default == "" else "%(default)s"
+    parser.add_argument(
+        flag, type=type(default), default=default, choices=choices, metavar=metavar, help=f"{text} (default: {shown})"
+    )
 
 
 def _add_cache(parser: argparse.ArgumentParser, default: EmulatorSettings) -> None:
     cache = parser.add_argument_group("cache and batch")
-    cache.add_argument("--block-tokens", type=int, default=default.block_tokens)
-    cache.add_argument("--kv-blocks", type=int, default=default.kv_blocks)
-    cache.add_argument("--host-blocks", type=int, default=default.host_blocks, help="a host tier of this size")
+    _option(cache, "--block-tokens", default.block_tokens, "tokens of a KV block", metavar="N")
+    _option(cache, "--kv-blocks", default.kv_blocks, "blocks of the KV cache", metavar="N")
+    _option(cache, "--host-blocks", default.host_blocks, "blocks of a tier in host memory; 0: none", metavar="N")
     cache.add_argument(
         "--group",
         action="append",
         metavar="KIND[:WINDOW]",
-        help="an attention group, e.g. full_attention, sliding_window:1024, mamba:1 (repeat for a hybrid model)",
+        help="an attention group, e.g. full_attention, sliding_window:1024, mamba:1; repeat for a hybrid model "
+        "(default: full_attention)",
     )
-    cache.add_argument("--max-model-len", type=int, default=default.max_model_len)
-    cache.add_argument("--max-sequences", type=int, default=default.max_sequences)
-    cache.add_argument("--chunk-tokens", type=int, default=default.chunk_tokens)
-    cache.add_argument("--data-parallel", type=int, default=default.data_parallel, metavar="RANKS")
-    cache.add_argument("--adapter", action="append", default=[], metavar="NAME", help="a LoRA adapter (repeat)")
-    cache.add_argument("--speculate", metavar="TOKENS:ACCEPTANCE", help="speculative decoding, e.g. 4:0.7")
-    cache.add_argument("--output-tokens", type=int, default=default.output_tokens, help="usual length of an answer")
-    cache.add_argument("--no-prompt-tokens-details", action="store_true", help="do not report cached tokens")
-    cache.add_argument("--priority-scheduling", action="store_true")
-    cache.add_argument("--store-responses", action="store_true")
-    cache.add_argument("--seed", type=int, default=default.seed)
+    _option(cache, "--max-model-len", default.max_model_len, "longest context in tokens", metavar="N")
+    _option(cache, "--max-sequences", default.max_sequences, "requests computed at once", metavar="N")
+    _option(cache, "--chunk-tokens", default.chunk_tokens, "most tokens prefilled in one step", metavar="N")
+    _option(cache, "--data-parallel", default.data_parallel, "ranks, each with a cache of its own", metavar="RANKS")
+    cache.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME", help="a LoRA adapter; repeat for more (default: none)"
+    )
+    cache.add_argument(
+        "--speculate", metavar="TOKENS:ACCEPTANCE", help="speculative decoding, e.g. 4:0.7 (default: none)"
+    )
+    _option(cache, "--output-tokens", default.output_tokens, "usual length of an answer", metavar="N")
+    _switch(cache, "--no-prompt-tokens-details", "do not report cached tokens (default: report them)")
+    _switch(cache, "--priority-scheduling", "requests by their `priority` (default: in order of arrival)")
+    _switch(cache, "--store-responses", "keep answers of /v1/responses to be named later (default: not)")
+    _option(cache, "--seed", default.seed, "of what is left to chance: which drafted tokens are accepted", metavar="N")
 
 
 def _add_transfer(parser: argparse.ArgumentParser, default: EmulatorSettings) -> None:
     transfer = parser.add_argument_group("KV hand-off (real seconds)")
-    transfer.add_argument("--lease-s", type=float, default=default.lease_s)
-    transfer.add_argument("--readback-ttl-s", type=float, help="keep a decode engine's blocks for the next turn")
-    transfer.add_argument("--load-failure", choices=get_args(LoadFailure), default=default.load_failure)
-    transfer.add_argument("--load-failure-s", type=float, default=default.load_failure_s)
-    transfer.add_argument("--side-channel-port", type=int, default=0, help="NIXL; rank i uses this port + i")
-    transfer.add_argument("--bootstrap-port", type=int, default=0, help="Mooncake")
-    transfer.add_argument("--survive", action="store_true", help="go on after a request that kills a real engine")
+    _option(
+        transfer, "--lease-s", default.lease_s, "how long prefilled KV is kept for who does not fetch it", metavar="S"
+    )
+    transfer.add_argument(
+        "--readback-ttl-s",
+        type=float,
+        metavar="S",
+        help="keep a decode engine's blocks for the next turn's prefill (default: no read-back)",
+    )
+    _option(
+        transfer,
+        "--load-failure",
+        default.load_failure,
+        "what becomes of a request whose KV cannot be fetched",
+        choices=get_args(LoadFailure),
+    )
+    _option(
+        transfer,
+        "--load-failure-s",
+        default.load_failure_s,
+        "until it notices that the other engine is gone",
+        metavar="S",
+    )
+    _option(transfer, "--side-channel-port", 0, "NIXL's; rank i uses this port + i; 0: any free one", metavar="PORT")
+    _option(transfer, "--bootstrap-port", 0, "Mooncake's; 0: any free one", metavar="PORT")
+    _switch(transfer, "--survive", "go on after a request that kills a real engine (default: end)")
 
 
 def _add_events(parser: argparse.ArgumentParser, default: EmulatorSettings) -> None:
     events = parser.add_argument_group("KV events")
-    events.add_argument("--no-kv-events", action="store_true")
-    events.add_argument("--event-encoding", choices=get_args(EventEncoding), default=default.event_encoding)
-    events.add_argument("--event-port", type=int, default=0, help="rank i uses this port + i")
-    events.add_argument("--replay-port", type=int, default=0, help="rank i uses this port + i")
-    events.add_argument("--event-topic", default=default.event_topic)
+    _switch(events, "--no-kv-events", "publish none (default: publish)")
+    _option(
+        events,
+        "--event-encoding",
+        default.event_encoding,
+        "msgpack maps, or arrays as older vLLM sends them",
+        choices=get_args(EventEncoding),
+    )
+    _option(events, "--event-port", 0, "rank i uses this port + i; 0: any free one", metavar="PORT")
+    _option(events, "--replay-port", 0, "for events missed; rank i uses this port + i; 0: any", metavar="PORT")
+    _option(events, "--event-topic", default.event_topic, "the topic they are published under", metavar="TOPIC")
+
+
+def _switch(group: argparse._ArgumentGroup, flag: str, text: str) -> None:
+    group.add_argument(flag, action="store_true", help=text)
 
 
 def _flag(name: str) -> str:
