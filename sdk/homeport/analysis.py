@@ -38,12 +38,16 @@ class Conversation:
     session: str
     turns: list[Turn] = field(default_factory=list)
     side_requests: int = 0
-    refused_requests: int = 0
     _tally: SessionTally = field(init=False)
     _last: Record | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._tally = SessionTally(self.session)
+
+    @property
+    def refused_requests(self) -> int:
+        """How many were answered with an error."""
+        return self._tally.failed_requests
 
     @property
     def report(self) -> SessionReport:
@@ -60,7 +64,7 @@ class Conversation:
     def add(self, record: Record, prices: PriceBook) -> None:
         """Take the conversation's next request."""
         if record.status is not None and record.status >= 400:
-            self.refused_requests += 1
+            self._tally.failed_requests += 1
             return
         if self._last is not None and _is_side(record, self._last):
             self.side_requests += 1

@@ -12,7 +12,7 @@ from homeport import profiles
 from homeport.fingerprint import Api, JsonValue, Segment, identity, segments
 from homeport.moments import keep_of
 from homeport.providers import CALLER_HEADERS, CALLER_KEYS, PARENT_HEADER, Provider, names_session, provider_for
-from homeport.runtime import Observation, Proxy, Remembered, Unnamed, now_s, observe, runtime
+from homeport.runtime import Observation, Proxy, Remembered, Unnamed, now_s, observe, observe_failure, runtime
 from homeport.session import Session, affinity_id, affinity_uuid, current
 from homeport.spans import Document
 from homeport.stabilise import Body, ToolOrder, stabilise
@@ -258,6 +258,12 @@ def answered(call: Call, headers: Mapping[str, str]) -> None:
         keys = {name: call.request_headers[name] for name in _KEY_HEADERS if name in call.request_headers}
         proxy = Proxy(f"{parts.scheme}://{parts.netloc}{path}", digest, keys)
         runtime().note_proxy(call.session.affinity, proxy)
+
+
+def unanswered(call: Call) -> None:
+    """There is no answer, or a refusal (HTTP 400 and above)."""
+    call.memory.under_way.discard(call)
+    observe_failure(call.memory)
 
 
 def finished(

@@ -55,11 +55,14 @@ class BreakLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionReport(Sums):
-    """One session's books. ``losses``: by cause, the dearest first; ``breaks``: the newest 256, oldest first. ``str()``
-    is a table to read.
+    """One session's books, of its answered requests. ``failed_requests``: those that got no answer or were refused
+    (HTTP 400 and above), each retry counted; they are in no sum and in no ledger, so only the process that sent them
+    knows them. ``losses``: by cause, the dearest first; ``breaks``: the newest 256, oldest first. ``str()`` is a table
+    to read.
     """
 
     session: str
+    failed_requests: int = 0
     losses: tuple[Loss, ...] = ()
     breaks: tuple[BreakLine, ...] = ()
 
@@ -102,6 +105,7 @@ class SessionReport(Sums):
         return {
             "session": self.session,
             **self.sums(),
+            "failed_requests": self.failed_requests,
             "lost_tokens": self.lost_tokens,
             "lost_usd": plain(self.lost_usd),
             "losses": losses,
@@ -109,26 +113,42 @@ class SessionReport(Sums):
         }
 
     def __str__(self) -> str:
-        share = "not reported" if self.cached_share is None else f"{self.cached_share:.1%}"
-        rows = [
-            ("requests", f"{self.requests:,}"),
-            ("input tokens", _number(self.input_tokens)),
-            ("  cached", f"{_number(self.cached_tokens)}  ({share})"),
-            ("output tokens", _number(self.output_tokens)),
-            ("spent", money(self.cost_usd)),
-            ("saved by the cache", money(self.saved_usd)),
-            ("lost to breaks", f"{money(self.lost_usd)}  ({_number(self.lost_tokens)} tokens)"),
-        ]
+        rows = [("requests", f"{self.requests:,}" if self.requests else "none answered")]
+        if self.failed_requests:
+            rows.append(("failed requests", f"{self.failed_requests:,}  (no answer, or refused)"))
+        if self.requests:
+            rows += self._token_rows() + self._money_rows()
         if self.unreported_requests:
-            rows.append(("cache not reported by", f"{self.unreported_requests:,} requests"))
-        if self.unpriced_requests and self.cost_usd is not None:
-            rows.append(("price not known of", f"{self.unpriced_requests:,} requests"))
+            rows.append(("cache not reported by", _requests(self.unreported_requests)))
+        if self.unpriced_requests and self._is_priced:
+            rows.append(("price not known of", _requests(self.unpriced_requests)))
         lines = [f"Session {self.session}", *(f"  {name:<22} {value}" for name, value in rows)]
-        lines += [
-            f"    {loss.count:>4} x {loss.cause:<22} {_number(loss.lost_tokens):>12} tokens  {money(loss.cost_usd)}"
-            for loss in self.losses
-        ]
+        for loss in self.losses:
+            cost = "" if loss.cost_usd is None else f"  {money(loss.cost_usd)}"
+            lines.append(f"    {loss.count:>4} x {loss.cause:<22} {_tokens(loss.lost_tokens):>16}{cost}")
         return "\n".join(lines)
+
+    @property
+    def _is_priced(self) -> bool:
+        return self.cost_usd is not None or any(loss.cost_usd is not None for loss in self.losses)
+
+    def _token_rows(self) -> list[tuple[str, str]]:
+        share = "" if self.cached_share is None else f"  ({self.cached_share:.1%})"
+        return [
+            ("input tokens", _number(self.input_tokens)),
+            ("  cached", f"{_number(self.cached_tokens)}{share}"),
+            ("output tokens", _number(self.output_tokens)),
+        ]
+
+    def _money_rows(self) -> list[tuple[str, str]]:
+        lost = _tokens(self.lost_tokens)
+        if not self._is_priced:
+            return [("lost to breaks", lost), ("money", "unpriced (no price is known for the model)")]
+        return [
+            ("spent", money(self.cost_usd, "not known")),
+            ("saved by the cache", money(self.saved_usd, "not known")),
+            ("lost to breaks", lost if self.lost_usd is None else f"{money(self.lost_usd)}  ({lost})"),
+        ]
 
 
 @dataclass(slots=True)
@@ -136,6 +156,7 @@ class SessionTally:
     """Adds up a session as it goes, in bounded memory: sums, losses by cause, and the newest 256 breaks."""
 
     session: str
+    failed_requests: int = 0
     _sums: Sums = field(init=False, default_factory=Sums)
     _losses: dict[str, Loss] = field(init=False, default_factory=dict)
     _breaks: deque[BreakLine] = field(init=False, default_factory=lambda: deque(maxlen=_KEPT_BREAKS))
@@ -158,7 +179,13 @@ class SessionTally:
             self._losses.values(), key=lambda loss: (-(loss.cost_usd or 0), -(loss.lost_tokens or 0), loss.cause)
         )
         sums = {name: getattr(self._sums, name) for name in SUMS}
-        return SessionReport(session=self.session, **sums, losses=tuple(by_cost), breaks=tuple(self._breaks))
+        return SessionReport(
+            session=self.session,
+            failed_requests=self.failed_requests,
+            **sums,
+            losses=tuple(by_cost),
+            breaks=tuple(self._breaks),
+        )
 
     def _lose(self, line: BreakLine) -> None:
         self._breaks.append(line)
@@ -186,6 +213,14 @@ def _hint(cause: str) -> str:
 
 def _number(count: int | None) -> str:
     return "not reported" if count is None else f"{count:,}"
+
+
+def _tokens(count: int | None) -> str:
+    return "tokens not known" if count is None else f"{count:,} token{'s' * (count != 1)}"
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request{'s' * (count != 1)}"
 
 
 def money(amount: Decimal | None, unknown: str = "no price") -> str:

@@ -226,6 +226,16 @@ def observe(observation: Observation, memory: Remembered) -> None:
     _books.do(lambda: _enter(runtime, observation, memory))
 
 
+def observe_failure(memory: Remembered) -> None:
+    """Count one request that got no answer, or was refused; soon, and in order."""
+
+    def count() -> None:
+        with memory.books_lock:
+            memory.tally.failed_requests += 1
+
+    _books.do(count)
+
+
 def drain(timeout_s: float = 30.0) -> None:
     """Wait until every answer so far is in the books."""
     _books.drain(timeout_s)

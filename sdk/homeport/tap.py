@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
-from homeport.call import Call, answered, finished
+from homeport.call import Call, answered, finished, unanswered
 from homeport.failures import failed
 from homeport.fingerprint import JsonValue
 from homeport.sse import Frames, data_of
@@ -113,7 +113,8 @@ class Tap:
         except Exception as error:
             failed("books", error)
         if status >= 400:
-            return  # refused: nothing to read, and nobody reads it through this
+            self.fail()  # refused: nothing to read, and nobody reads it through this
+            return
         streams = "text/event-stream" in headers.get("content-type", "")
         meter = UsageMeter(headers=headers)
         try:
@@ -124,6 +125,13 @@ class Tap:
         self._status, self._headers, self._meter = status, headers, meter
         self._streams, self._decode, self._reads = streams, decode, reads
         self.hides = self._call.hides_usage and streams and reads
+
+    def fail(self) -> None:
+        """No answer came, or a refusal."""
+        try:
+            unanswered(self._call)
+        except Exception as error:
+            failed("books", error)
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes to pass on for a chunk."""

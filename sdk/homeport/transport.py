@@ -149,7 +149,12 @@ class _Wrapped:
 class _SyncMixin(_Wrapped):
     def handle_request(self, request: _Request) -> _Response:
         outgoing, tap = self._outgoing(request)
-        response = self.homeport_inner.handle_request(outgoing)
+        try:
+            response = self.homeport_inner.handle_request(outgoing)
+        except Exception:
+            if tap is not None:
+                tap.fail()
+            raise
         return response if tap is None else self._incoming(tap, response)
 
     def close(self) -> None:
@@ -159,7 +164,12 @@ class _SyncMixin(_Wrapped):
 class _AsyncMixin(_Wrapped):
     async def handle_async_request(self, request: _Request) -> _Response:
         outgoing, tap = self._outgoing(request)
-        response = await self.homeport_inner.handle_async_request(outgoing)
+        try:
+            response = await self.homeport_inner.handle_async_request(outgoing)
+        except Exception:
+            if tap is not None:
+                tap.fail()
+            raise
         return response if tap is None else self._incoming(tap, response)
 
     async def aclose(self) -> None:

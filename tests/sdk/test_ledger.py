@@ -412,7 +412,7 @@ class TestReport:
             ledger.record(Usage(1000, None, None, 10), model="m", session="silent")
             measured, silent = (SessionReport.of(ledger, name) for name in ("measured", "silent"))
         assert (measured.lost_tokens, measured.lost_usd) == (0, 0)
-        assert "(0 tokens)" in str(measured)
+        assert "lost to breaks         0 tokens" in str(measured)
         assert (silent.lost_tokens, silent.lost_usd) == (None, None)
 
     def test_it_reads_like_a_table(self) -> None:
@@ -425,5 +425,22 @@ class TestReport:
     def test_nothing_known(self) -> None:
         with Ledger() as ledger:
             text = str(SessionReport.of(ledger, "unheard-of"))
-        assert "not reported" in text
-        assert "no price" in text
+        assert text.splitlines() == ["Session unheard-of", "  requests               none answered"]
+
+    def test_without_prices_no_dollar_is_shown(self) -> None:
+        with Ledger() as ledger:
+            ledger.record(USAGE, model="m", session="s")
+            ledger.record(Usage(1000, 250, None, 10), model="m", session="s", cause="evicted", lost_tokens=750)
+            text = str(SessionReport.of(ledger, "s"))
+        assert "$" not in text
+        assert "unpriced" in text
+        assert "750 tokens" in text
+
+    def test_what_is_not_reported_is_said_once(self) -> None:
+        with Ledger(prices=PRICES) as ledger:
+            ledger.record(Usage(), model="m", session="s", cause="not_reported")
+            text = str(SessionReport.of(ledger, "s"))
+        assert "  cached               not reported\n" in text
+        assert "lost to breaks         tokens not known" in text
+        assert "not reported tokens" not in text
+        assert "cache not reported by  1 request\n" in text

@@ -496,14 +496,28 @@ def test_errors_reach_the_caller_as_they_are() -> None:
         client = attach(openai.OpenAI(base_url=server.base_url, api_key="-"), session="s")
         with pytest.raises(openai.BadRequestError, match="no"):
             client.chat.completions.create(**BODY)
-        assert homeport.report("s").requests == 0
+        report = homeport.report("s")
+        assert (report.requests, report.failed_requests) == (0, 1)
         client.close()
 
 
-def test_a_refused_connection_raises_what_it_would() -> None:
-    with attach(httpx2.Client(verify=False)) as client, pytest.raises(httpx2.ConnectError):
+def test_a_refused_connection_raises_what_it_would_and_is_counted() -> None:
+    with attach(httpx2.Client(verify=False), session="down") as client, pytest.raises(httpx2.ConnectError):
         client.post("http://127.0.0.1:9/v1/chat/completions", json=BODY)
     assert homeport.failures() == {}
+    report = homeport.report("down")
+    assert (report.requests, report.failed_requests) == (0, 1)
+    assert str(report).splitlines()[1:] == [
+        "  requests               none answered",
+        "  failed requests        1  (no answer, or refused)",
+    ]
+
+
+async def test_a_refused_connection_is_counted_over_async_clients_too() -> None:
+    async with attach(httpx.AsyncClient(verify=False), session="down") as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.post("http://127.0.0.1:9/v1/chat/completions", json=BODY)
+    assert homeport.report("down").failed_requests == 1
 
 
 # --- the other APIs --------------------------------------------------------------------------------------------------

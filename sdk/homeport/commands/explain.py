@@ -90,7 +90,7 @@ def _as_json(found: Sequence[Conversation]) -> dict[str, Json]:
         books = conversation.report.to_dict()
         del books["breaks"]
         books["side_requests"] = conversation.side_requests
-        books["refused_requests"] = conversation.refused_requests
+        books["refused_requests"] = books.pop("failed_requests")
         sessions.append(books)
         for turn, one in conversation.breaks():
             breaks.append({"session": conversation.session, "turn": turn.number, "ts": turn.record.ts, **one.to_dict()})
@@ -150,7 +150,7 @@ def _table(breaks: Sequence[tuple[Turn, CacheBreak]]) -> _Table:
         )
         for turn, one in breaks
     ]
-    table = [_HEADINGS, *rows]
+    table: _Table = [_HEADINGS, *rows]
     return table if any(one.cost_usd is not None for _, one in breaks) else [row[:-1] for row in table]
 
 
