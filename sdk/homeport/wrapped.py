@@ -10,6 +10,23 @@ from homeport.fingerprint import JsonValue
 FIRST_SIGHT = frozenset({"new", "fresh", "first", "tail"})
 """Causes that are no loss: nobody could have had these tokens in a cache."""
 
+_DECISIONS = {
+    "home": "at home",
+    "spill": "away while home was busy",
+    "moved": "at a new home",
+    "failover": "home was down",
+}
+_CAUSES = {
+    "caller": "the prompt was changed ahead of them",
+    "template": "the prompt's last block, or rendered differently by the model's template",
+    "routed_elsewhere": "they lay at another engine",
+    "evicted": "the engine had dropped them",
+    "expired": "the pause was too long",
+    "cold_backend": "the engine had just started",
+    "unknown": "cause not known",
+}
+"""The proxy's words (its counters, ``--json``) as one would say them."""
+
 
 @dataclass(slots=True)
 class SessionLine:
@@ -64,12 +81,20 @@ class SessionLine:
         }
 
     def __str__(self) -> str:
-        where = ", ".join(f"{name} {count}" for name, count in sorted(self.backends.items())) or "nowhere"
-        how = ", ".join(f"{count} {word}" for word, count in self.decisions.items())
-        requests = _requests(self.requests, self.side_requests)
-        text = f"  {self.session[:16]}  {requests} on {where} ({how})  {self._cached()}"
-        lost = ", ".join(f"{cause} {count:,}" for cause, count in sorted(self.lost.items(), key=lambda one: -one[1]))
-        return f"{text}\n      computed again: {lost}" if lost else text
+        how = ", ".join(f"{count} {_DECISIONS.get(word, word)}" for word, count in self.decisions.items())
+        requests = _requests(self.requests, self.side_requests) + self._where() + (f" ({how})" if how else "")
+        lines = [f"  {self.session[:16]}  {requests}  {self._cached()}"]
+        lines += [
+            f"      computed again: {count:,} token{'s' * (count != 1)} ({_CAUSES.get(cause, cause)})"
+            for cause, count in sorted(self.lost.items(), key=lambda one: -one[1])
+        ]
+        return "\n".join(lines)
+
+    def _where(self) -> str:
+        """The engines that served it, with counts where there are several."""
+        if len(self.backends) == 1:
+            return f" on {next(iter(self.backends))}"
+        return "".join(f", {count} on {name}" for name, count in sorted(self.backends.items()))
 
     def _cached(self) -> str:
         share = self.cached_share

@@ -131,6 +131,11 @@ def test_the_report_counts_sessions_since_the_start() -> None:
     assert a.lost == {"evicted": 80}
     assert (b.cached_tokens, b.cached_share) == (None, None), "not reported is not zero"
     assert "not reported" in str(report)
+    assert "  a  2 requests and 1 on the side, 1 on d0, 1 on d1 (1 placed, 1 away while home was busy)  1,800" in str(
+        report
+    )
+    assert "\n      computed again: 80 tokens (the engine had dropped them)\n" in str(report)
+    assert "  b  1 request on d0 (1 at home)  cached: not reported" in str(report)
     assert "1,800 of 2,000 prompt tokens cached (90.0%)" in str(report)
     assert json.loads(json.dumps(report.to_dict()))["sessions"][0]["decisions"] == {"placed": 1, "spill": 1}
     assert "no request reached" in str(report_of([], 0.0))
