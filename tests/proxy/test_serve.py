@@ -70,6 +70,7 @@ async def test_reload_by_signal_and_graceful_stop(tmp_path: Path) -> None:
         )
         assert process.stderr is not None
         async with asyncio.timeout(60):
+            assert (await process.stderr.readline()).decode() == "homeport: starting; asking 1 backend\n"
             line = (await process.stderr.readline()).decode()
         base = line.split()[-1]
         async with aiohttp.ClientSession() as http:

@@ -85,6 +85,9 @@ async def serve(config: Config, path: Path | None, *, insecure: bool = False, wo
         loop.add_signal_handler(number, on_stop)
     if hasattr(signal, "SIGHUP"):
         loop.add_signal_handler(signal.SIGHUP, control.reload)
+    # the first look at the engines may take as long as one that hangs is waited for
+    known = len(config.backends)
+    print(f"homeport: starting; asking {known} backend{'' if known == 1 else 's'}", file=sys.stderr, flush=True)
     await control.start()
     server: Proxy | Parent | None = None
     try:
