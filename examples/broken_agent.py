@@ -249,7 +249,6 @@ def show(args: argparse.Namespace, options: Sequence[str]) -> int:
     """Run the agent, once or both ways, and explain its recorded requests."""
     if not args.engine:
         _see_that_it_answers(args.base_url)
-    record = args.record or Path(tempfile.mkstemp(prefix="broken-agent-", suffix=".jsonl")[1])
     ways = (False, True) if args.engine else (args.stabilise,)
     print(
         f"{len(ways)} x {args.rounds * REQUESTS_PER_ROUND} requests: about a minute on an emulated engine, "
@@ -262,6 +261,7 @@ def show(args: argparse.Namespace, options: Sequence[str]) -> int:
         if args.engine:
             place = stack.enter_context(fleet("--mixed", "1", "--engine", args.engine, *options))
             base_url, model = place.base_url, place.model
+        record = args.record or Path(tempfile.mkstemp(prefix="broken-agent-", suffix=".jsonl")[1])
         for stabilise in ways:
             _run_once(base_url, model, record, stabilise, args.rounds)
     print(f"Recorded in {record}\n")
