@@ -87,7 +87,7 @@ class Control:
         self.discoverer = Discoverer(self.fleet)
         self.admission = Admission(config.tenants, self.state.limits)
         self.regions = Regions(config, self._local_view, self._allowed_regions, self._clock)
-        identities = Identities(config.affinity.headers, config.affinity.max_sessions)
+        identities = Identities(config.affinity.max_sessions)
         self.books = LocalBooks(identities, self.regions)
         self.recorder = Recorder(config.record)
         self.access_log = AccessLog(config.log)
@@ -163,7 +163,7 @@ class Control:
         self.account.reconfigure(config)
         for router in self.routers.values():
             router.reconfigure(routing_settings(config))
-        self.books.identities.reconfigure(config.affinity.headers, config.affinity.max_sessions)
+        self.books.identities.reconfigure(config.affinity.max_sessions)
         self.fleet.reconfigure(config)
         self.discoverer.reconfigure()
         log.info("configuration reloaded")

@@ -175,9 +175,21 @@ class Document(Mapping[str, JsonValue]):
         return digest.intdigest()
 
 
+def messages_of(api: str) -> str:
+    """The member in which an API's requests carry their messages."""
+    return "input" if api == "responses" else "messages"
+
+
 def is_system(message: JsonValue) -> bool:
     """Whether a message is system text."""
     return isinstance(message, dict) and message.get("role") in ("system", "developer")
+
+
+def first_spoken(items: Sequence[msgspec.Raw], start: int = 0) -> int:
+    """The first of the messages from ``start`` on that is no system text; their number when all are."""
+    while start < len(items) and is_system(decoded(items[start])):
+        start += 1
+    return start
 
 
 def decoded(raw: msgspec.Raw) -> JsonValue:

@@ -237,11 +237,17 @@ class Attempt:
 
     def _last_turn(self, engine: Engine, transfer: KvTransfer) -> Mapping[str, JsonValue] | None:
         """What this session's last answer left behind for the prefill engine to read back: used once, as they are."""
-        if engine.member is None or not engine.member.backend.kv_readback or not _is_main(self._exchange):
+        if not self._reads_back(engine):
             return None
         last = self._desk.last_turns.pop(self._exchange.session)
         usable = last is not None and last.transfer is transfer and self._loop.time() < last.expires_s
         return last.params if last is not None and usable else None
+
+    def _reads_back(self, engine: Engine) -> bool:
+        """Whether the engine takes part in read-back, and the session's next turn will go on from this request."""
+        identity = self._exchange.identity
+        main = identity is not None and identity.kind != "side"
+        return main and engine.member is not None and engine.member.backend.kv_readback
 
     async def _prefill_answer(self, engine: Engine, leg: Leg, within_s: float | None = None) -> Mapping[str, JsonValue]:
         record = self._record(engine, "prefill")
@@ -392,8 +398,7 @@ class Attempt:
     def _plan(self, engine: Engine, record: LegRecord, handed: list[HandoffParams | None] | None) -> Plan:
         exchange, desk = self._exchange, self._desk
         transfer = engine.transfer
-        reads_back = engine.member is not None and engine.member.backend.kv_readback and _is_main(exchange)
-        readback_s = transfer.readback_s if transfer is not None and reads_back else None
+        readback_s = transfer.readback_s if transfer is not None and self._reads_back(engine) else None
 
         def answer_headers(head: Head, stream: bool) -> RawHeaders:
             self._tell(record, "serve", classify(head.status), head)
@@ -486,11 +491,6 @@ class Attempt:
     @property
     def _text_api(self) -> Api:
         return cast("Api", self._job.api.name)
-
-
-def _is_main(exchange: Exchange) -> bool:
-    """Whether the session's next turn will go on from this request."""
-    return exchange.identity is not None and exchange.identity.kind != "side"
 
 
 SLOWEST_PREFILL_TOKENS_PER_S = 100.0

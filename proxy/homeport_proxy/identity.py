@@ -88,16 +88,13 @@ class Look:
 class Identities:
     """Finds session keys; remembers conversations for as many sessions as ``max_sessions`` allows."""
 
-    def __init__(self, headers: Sequence[str], max_sessions: int = 100_000) -> None:
-        self._headers = tuple(headers)
-        self._marks = Marks()
+    def __init__(self, max_sessions: int = 100_000) -> None:
         self._links: Bounded[bytes, _Link] = Bounded(max_sessions * _LINKS)
         self._shared: Bounded[bytes, bytes] = Bounded(max_sessions)
         self._shapes: Bounded[bytes, _Shape] = Bounded(max_sessions)
 
-    def reconfigure(self, headers: Sequence[str], max_sessions: int) -> None:
-        """Take a reloaded file's list of headers and bound."""
-        self._headers = tuple(headers)
+    def reconfigure(self, max_sessions: int) -> None:
+        """Take a reloaded file's bound."""
         self._links.limit(max_sessions * _LINKS)
         self._shared.limit(max_sessions)
         self._shapes.limit(max_sessions)
@@ -106,10 +103,6 @@ class Identities:
     def remembered(self) -> int:
         """Entries held, over all tables."""
         return len(self._links) + len(self._shared) + len(self._shapes)
-
-    def identify(self, exchange: Exchange, body: Document) -> Identity:
-        """The identity of a request; ``body`` is its decoded document."""
-        return self.resolve(look(exchange, body, self._headers, self._marks))
 
     def resolve(self, seen: Look) -> Identity:
         """The identity of a request by what :func:`look` saw of it, and by what is remembered of others."""

@@ -16,7 +16,7 @@ import msgspec
 from homeport import fingerprint
 from homeport.fingerprint import DIGEST_BYTES, Api, JsonValue
 from homeport_proxy.bounded import Bounded
-from homeport_proxy.document import PROMPT_HEAD, Document, decoded, is_system
+from homeport_proxy.document import PROMPT_HEAD, Document, decoded, first_spoken, messages_of
 from homeport_proxy.prefix import History, history_of
 
 KEPT = 200_000
@@ -52,10 +52,8 @@ class Marks:
         items = history.body.items_of(history.name) if history is not None else None
         if history is None or not items:
             whole = fingerprint.identity(api, body)
-            return fingerprint.Identity(whole.head, whole.chain)
-        first = 0
-        while first < len(items) and is_system(decoded(items[first])):
-            first += 1
+            return fingerprint.Identity(whole.head, whole.chain)  # without its messages: digests travel, text does not
+        first = first_spoken(items)
         return fingerprint.Identity(
             self._head(api, history, items[: first + 1]), self._chain(api, history, items, first)
         )
@@ -65,7 +63,7 @@ class Marks:
 
         ``key``: the session it belongs to, where that is known; then text that stands unchanged is not read again.
         """
-        name = "input" if api == "responses" else "messages"
+        name = messages_of(api)
         known = self._systems.get(key) if key is not None else None
         members = body.digest_of(_SYSTEM_MEMBERS)
         stands = known is not None and known.members == members and body.is_list(name)
@@ -73,9 +71,7 @@ class Marks:
             return known.digest
         parts = [bytes(body.raws[member]) for member in _SYSTEM_MEMBERS if body.holds(member)]
         items = body.items_of(name) or []
-        count = 0
-        while count < len(items) and is_system(decoded(items[count])):
-            count += 1
+        count = first_spoken(items)
         parts += [bytes(item) for item in items[:count]]
         digest = blake2b(b"\0".join(parts), digest_size=DIGEST_BYTES).digest() if parts else b""
         if key is not None and count < len(items):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
+from homeport_proxy.bounded import Bounded
 from homeport_proxy.errors import overloaded
 from homeport_proxy.region import RegionView, ranking
 from homeport_proxy.routing.router import Router
@@ -85,7 +85,7 @@ class LocalPlacer:
         self._home: dict[Ticket, Router] = {}
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._timers: dict[Router, asyncio.TimerHandle] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: Bounded[str, bool] = Bounded(ENDED_KEPT)
         self._pumping: set[Router] = set()
 
     @property
@@ -172,7 +172,7 @@ class LocalPlacer:
             ok=ok,
         )
         if ticket.request.final:
-            self._remember_end(ticket.request.session)
+            self._ended.put(ticket.request.session, True)
         self._pump_soon(router)
         return outcome
 
@@ -186,8 +186,8 @@ class LocalPlacer:
         self._state.ended(session)
         known = [router.finish_session(session, self._clock()) for router in self._routers.values()]
         if True in known:
-            self._remember_end(session)
-        return session in self._ended
+            self._ended.put(session, True)
+        return self._ended.get(session) is not None
 
     async def session(self, session: str) -> SessionView | None:
         """What is known of a session; None when it is unknown."""
@@ -216,12 +216,6 @@ class LocalPlacer:
         if home is not None:
             router.adopt(request.session, home, self._clock())
         return known
-
-    def _remember_end(self, session: str) -> None:
-        self._ended[session] = None
-        self._ended.move_to_end(session)
-        if len(self._ended) > ENDED_KEPT:
-            self._ended.popitem(last=False)
 
     def _pump_soon(self, router: Router) -> None:
         if router not in self._pumping:

@@ -18,7 +18,7 @@ import msgspec
 
 from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
-from homeport_proxy.document import PROMPT_HEAD, Document, decoded, is_system
+from homeport_proxy.document import PROMPT_HEAD, Document, decoded, first_spoken, is_system, messages_of
 from homeport_proxy.splice import NotAnObjectError
 
 LAST_MESSAGES = 4
@@ -97,7 +97,7 @@ def history_of(api: Api, body: Mapping[str, JsonValue]) -> History | None:
     """The messages of a body; None where they are no list, or the model's template moves parts of the prompt about."""
     if not isinstance(body, Document) or api == "completions":
         return None
-    name = "input" if api == "responses" else "messages"
+    name = messages_of(api)
     layout = fingerprint.resolve("default", api, body)
     if layout.gathers_system or layout.order not in ("tools_first", "system_first") or not body.is_list(name):
         return None
@@ -116,9 +116,8 @@ class _Turn:
     def begin(self, known: _Known) -> None:
         """Everything at once but the newest messages, which are marked one by one."""
         items = self._list.items()
-        first = max(0, len(items) - LAST_MESSAGES)
-        while first < len(items) and is_system(decoded(items[first])):
-            first += 1  # rendered at the head, not behind the message before it
+        # system text is rendered at the head, not behind the message before it
+        first = first_spoken(items, max(0, len(items) - LAST_MESSAGES))
         whole = {name: self._body[name] for name in self._body if name != self._name}
         whole = dict(fingerprint.as_engines_read(self._api, whole))
         whole[self._name] = [decoded(item) for item in islice(items, first)]

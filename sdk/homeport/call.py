@@ -97,8 +97,9 @@ def plan(wire: Wire, settings: Settings) -> tuple[Sent, Call] | None:
     if wire.headers.get("content-encoding", "identity") != "identity":
         return None
     session = _named_session(wire.headers, settings)
+    memory = runtime().remembered(session) if session is not None else None
     last = runtime().unnamed
-    before = runtime().remembered(session).document if session is not None else last.document if last else None
+    before = memory.document if memory is not None else last.document if last else None
     try:
         document = Document(wire.content.decode("utf-8"), before)
     except ValueError:
@@ -106,11 +107,11 @@ def plan(wire: Wire, settings: Settings) -> tuple[Sent, Call] | None:
     if _OURS.isdisjoint(document.body):
         return None
     provider = provider_for(wire.url)
-    if session is None:
+    if session is None or memory is None:
         found = identity(api, document.body, mask=mask, tools=False, after=last.identity if last else None)
         runtime().unnamed = Unnamed(document, found)
         session = Session(runtime().conversations.of(found), namespace=settings.namespace)
-    memory = runtime().remembered(session)
+        memory = runtime().remembered(session)
     size = len(wire.content)
     call = Call(api, wire.url, session, memory, document, document.body, size, request_headers=wire.headers)
     call.span = span_now()

@@ -13,6 +13,7 @@ from homeport.breaks import HINTS, CacheBreak, Reason
 from homeport.ledger import Ledger
 from homeport.prices import PriceBook, loss_of
 from homeport.usage import Usage
+from homeport.words import plural
 
 Json: TypeAlias = "str | int | float | list[Json] | dict[str, Json] | None"
 
@@ -216,11 +217,11 @@ def _number(count: int | None) -> str:
 
 
 def _tokens(count: int | None) -> str:
-    return "tokens not known" if count is None else f"{count:,} token{'s' * (count != 1)}"
+    return "tokens not known" if count is None else f"{count:,} {plural('token', count)}"
 
 
 def _requests(count: int) -> str:
-    return f"{count:,} request{'s' * (count != 1)}"
+    return f"{count:,} {plural('request', count)}"
 
 
 def money(amount: Decimal | None, unknown: str = "no price") -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from homeport.fingerprint import JsonValue
+from homeport.words import plural
 
 FIRST_SIGHT = frozenset({"new", "fresh", "first", "tail"})
 """Causes that are no loss: nobody could have had these tokens in a cache."""
@@ -85,7 +86,7 @@ class SessionLine:
         requests = _requests(self.requests, self.side_requests) + self._where() + (f" ({how})" if how else "")
         lines = [f"  {self.session[:16]}  {requests}  {self._cached()}"]
         lines += [
-            f"      computed again: {count:,} token{'s' * (count != 1)} ({_CAUSES.get(cause, cause)})"
+            f"      computed again: {count:,} {plural('token', count)} ({_CAUSES.get(cause, cause)})"
             for cause, count in sorted(self.lost.items(), key=lambda one: -one[1])
         ]
         return "\n".join(lines)
@@ -117,7 +118,7 @@ class WrapReport:
         if not self.sessions:
             return "homeport: no request reached the proxy while the command ran"
         count = len(self.sessions)
-        return "\n".join([f"homeport: {count} session{'s' * (count > 1)}", *map(str, self.sessions)])
+        return "\n".join([f"homeport: {count} {plural('session', count)}", *map(str, self.sessions)])
 
 
 def report_of(records: Iterable[Mapping[str, JsonValue]], began_s: float) -> WrapReport:
@@ -136,5 +137,5 @@ def _count(counts: dict[str, int], name: JsonValue) -> None:
 
 
 def _requests(main: int, side: int) -> str:
-    text = f"{main} request{'s' * (main != 1)}"
+    text = f"{main} {plural('request', main)}"
     return f"{text} and {side} on the side" if side else text

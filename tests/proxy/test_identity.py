@@ -14,7 +14,8 @@ from homeport_proxy.bounded import Bounded
 from homeport_proxy.config import SESSION_HEADERS
 from homeport_proxy.document import Document
 from homeport_proxy.exchange import ApiName, Caller, Exchange, Identity
-from homeport_proxy.identity import Identities
+from homeport_proxy.identity import Identities, look
+from homeport_proxy.marks import Marks
 from homeport_proxy.splice import raw_members
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -32,7 +33,8 @@ class Asking:
     """One proxy's memory, asked request by request."""
 
     def __init__(self, max_sessions: int = 1000) -> None:
-        self.identities = Identities(SESSION_HEADERS, max_sessions)
+        self.identities = Identities(max_sessions)
+        self.marks = Marks()
 
     def __call__(
         self,
@@ -57,7 +59,7 @@ class Asking:
         exchange.model = model
         exchange.caller = Caller(tenant)
         document = Document(raw_members(json.dumps(body or {"messages": messages("hi")}).encode()))
-        return self.identities.identify(exchange, document)
+        return self.identities.resolve(look(exchange, document, SESSION_HEADERS, self.marks))
 
 
 @pytest.mark.parametrize("position", range(len(SESSION_HEADERS)))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from homeport.cli import CommandError
+from homeport.words import plural
 from homeport_proxy import config as configuration
 from homeport_proxy import lint
 from homeport_proxy.app import Proxy
@@ -87,7 +88,7 @@ async def serve(config: Config, path: Path | None, *, insecure: bool = False, wo
         loop.add_signal_handler(signal.SIGHUP, control.reload)
     # the first look at the engines may take as long as one that hangs is waited for
     known = len(config.backends)
-    print(f"homeport: starting; asking {known} backend{'' if known == 1 else 's'}", file=sys.stderr, flush=True)
+    print(f"homeport: starting; asking {known} {plural('backend', known)}", file=sys.stderr, flush=True)
     await control.start()
     server: Proxy | Parent | None = None
     try:

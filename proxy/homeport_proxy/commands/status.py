@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from homeport.words import plural
 from homeport_proxy.commands.ask import add_url, ask
 
 HELP = "a running proxy at a glance"
@@ -96,7 +97,7 @@ def _count(value: int | None) -> str:
 
 
 def _number(value: int | None, thing: str) -> str:
-    return f"{_count(value)} {thing}" + ("" if value == 1 else "s")
+    return f"{_count(value)} {plural(thing, value)}"
 
 
 def _savings(savings: dict[str, Any]) -> str:

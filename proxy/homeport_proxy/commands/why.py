@@ -14,18 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from homeport_proxy.commands.ask import add_url, ask, quoted
+from homeport_proxy.routing.causes import CAUSES
 
 HELP = "where one request's time went, and why its tokens were not cached"
-_CAUSES = {
-    "new": "not sent before in this conversation",
-    "caller": "sent before, but the caller changed the prompt ahead of it",
-    "template": "rendered differently, or a last block that was not full",
-    "routed_elsewhere": "cached at another place than the one it ran at",
-    "evicted": "dropped by the engine to make room",
-    "expired": "idle for too long",
-    "cold_backend": "lost when the engine started anew",
-    "unknown": "not told by the engine",
-}
 _LITTLE_SHARE = 0.2
 """Of the prompt: less than this computed is no reason for a late first token."""
 
@@ -113,7 +104,7 @@ def verdict(summary: Mapping[str, Any], found: Sequence[Part]) -> str:
     if not causes:
         return said
     cause, tokens = max(causes.items(), key=lambda item: item[1])
-    return f"{said}; {tokens:,} tokens computed: {cause} ({_CAUSES.get(cause, cause)})"
+    return f"{said}; {tokens:,} tokens computed: {cause} ({CAUSES.get(cause, cause)})"
 
 
 def render(summary: dict[str, Any]) -> Group:
@@ -156,7 +147,7 @@ def _tokens(summary: Mapping[str, Any]) -> Table:
     ):
         table.add_row("not reported" if tokens[name] is None else f"{tokens[name]:,}", text)
     for cause, count in sorted(summary["miss_causes"].items(), key=lambda item: -item[1]):
-        table.add_row(f"{count:,}", f"computed: {cause}, {_CAUSES.get(cause, '')}".rstrip(", "))
+        table.add_row(f"{count:,}", f"computed: {cause}, {CAUSES.get(cause, '')}".rstrip(", "))
     return table
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from homeport.cli import CommandError
+from homeport.words import plural
 
 HOST = "127.0.0.1"
 PORTS = range(10_000, 30_000)
@@ -83,7 +84,7 @@ def require_memory(engines: int, folder: Path, kv_gib: int, *, bytes_per_weight_
     needed_gib = engines * (ENGINE_BASE_GIB + weights_gib + kv_gib)
     if available_gib is not None and available_gib < needed_gib:
         raise CommandError(
-            f"{engines} CPU engine{'s' * (engines != 1)} of this model need about {needed_gib:.1f} GiB of memory, "
+            f"{engines} CPU {plural('engine', engines)} of this model need about {needed_gib:.1f} GiB of memory, "
             f"{available_gib:.1f} GiB are available; close other programs, take fewer engines (--mixed 1), "
             "or `--engine emulator`"
         )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-CAUSES = ("new", "caller", "template", "routed_elsewhere", "evicted", "expired", "cold_backend", "unknown")
-"""``new``: never sent before in this conversation. ``caller``: sent before, but the prompt was changed ahead of it.
-``template``: rendered differently, or a last block that was not full. ``routed_elsewhere``: lay warm at another place.
-``evicted``: the engine dropped it. ``expired``: the session was idle too long. ``cold_backend``: the place started or
-restarted since. ``unknown``: not reported, or none of these."""
+CAUSES: Mapping[str, str] = {
+    "new": "not sent before in this conversation",
+    "caller": "sent before, but the caller changed the prompt ahead of it",
+    "template": "rendered differently, or a last block that was not full",
+    "routed_elsewhere": "cached at another place than the one it ran at",
+    "evicted": "dropped by the engine to make room",
+    "expired": "idle for too long",
+    "cold_backend": "lost when the engine started anew",
+    "unknown": "not told by the engine",
+}
+"""Every cause, and what it says of the tokens booked to it; ``unknown`` also where none of the others holds."""
 
 _SAMPLES = 32
 _ENOUGH_BLOCKS = 8

@@ -16,6 +16,7 @@ from homeport.cli import CommandError
 from homeport.prices import PriceBook
 from homeport.record import Record, RecordError, read
 from homeport.report import Json, SessionReport, money
+from homeport.words import plural
 
 HELP = "say where a recorded agent's prompt cache broke, why, what it cost and what to do"
 
@@ -123,8 +124,7 @@ def _is_unpriced(books: SessionReport) -> bool:
 
 def _heading(conversation: Conversation) -> str:
     books = conversation.report
-    plural = "" if books.requests == 1 else "s"
-    parts = [f"{books.requests} request{plural}"]
+    parts = [f"{books.requests} {plural('request', books.requests)}"]
     parts.append("cache not reported" if books.cached_share is None else f"{books.cached_share:.1%} of input cached")
     if books.cost_usd is not None:
         parts.append(f"{money(books.cost_usd)} spent")
@@ -166,7 +166,7 @@ def _note(conversation: Conversation) -> str:
         (conversation.side_requests, "beside the conversation (titles, summaries)"),
         (conversation.refused_requests, "refused"),
     ]
-    return "; ".join(f"{count} {'request' if count == 1 else 'requests'} {what}" for count, what in notes if count)
+    return "; ".join(f"{count} {plural('request', count)} {what}" for count, what in notes if count)
 
 
 def _print_table(table: _Table) -> None:

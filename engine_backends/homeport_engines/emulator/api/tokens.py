@@ -21,9 +21,10 @@ from homeport_engines.emulator.tokenizer import detokenize, tokenize
 _DIMENSIONS = 64
 
 
-def _chat_tokens(body: Body) -> array[int]:
+def _tokens(read: Callable[[Body], Conversation], body: Body) -> array[int]:
+    """The prompt of a request that ``read`` understands; raises ApiError."""
     try:
-        return chat(body).tokens(generate=body.get("add_generation_prompt", True) is not False)
+        return read(body).tokens(generate=body.get("add_generation_prompt", True) is not False)
     except ValueError as error:
         raise ApiError(400, str(error)) from None
 
@@ -33,7 +34,7 @@ async def tokenize_prompt(desk: Desk, request: web.Request, body: Body) -> web.S
     desk.adapter(body)
     prompt = body.get("prompt")
     if "messages" in body:
-        tokens = _chat_tokens(body)
+        tokens = _tokens(chat, body)
     elif isinstance(prompt, str):
         tokens = tokenize(prompt)
     else:
@@ -62,14 +63,9 @@ def rendering(read: Callable[[Body], Conversation], prefix: str) -> Api:
 
     async def render(desk: Desk, request: web.Request, body: Body) -> web.StreamResponse:
         desk.adapter(body)
-        try:
-            tokens = read(body).tokens(generate=body.get("add_generation_prompt", True) is not False)
-        except ValueError as error:
-            raise ApiError(400, str(error)) from None
+        tokens: list[JsonValue] = list(_tokens(read, body))
         ident = request_id(request, prefix)
-        return await desk.wire.reply(
-            request, {"request_id": ident, "token_ids": list(tokens), "model": desk.model(body)}
-        )
+        return await desk.wire.reply(request, {"request_id": ident, "token_ids": tokens, "model": desk.model(body)})
 
     return render
 
