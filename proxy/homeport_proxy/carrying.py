@@ -6,6 +6,7 @@ computes what is new, and hands all of it to the session's next home as it would
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from homeport_proxy.config import Backend
@@ -27,13 +28,19 @@ def why_not(home: Backend, to: Backend) -> str | None:
     return why_not_paired(home, to) or None
 
 
-def carried(fleet: Fleet, decision: Decision, before: SessionView | None) -> Decision:
-    """The decision for a session's next request, its KV fetched from the home it leaves where that is asked for."""
+def carried(
+    fleet: Fleet, decision: Decision, before: SessionView | None, refuses: Callable[[Backend], str | None]
+) -> Decision:
+    """The decision for a session's next request, its KV fetched from the home it leaves where that is asked for.
+
+    ``refuses``: why a backend cannot hand over this request's prefill, None when it can."""
     home = fleet.member(before.home) if before is not None and before.home is not None else None
-    to = fleet.member(decision.place)
-    if before is None or home is None or to is None or not home.carry or before.home == decision.place:
+    if before is None or home is None or not home.carry or before.home == decision.place:
         return decision
-    if decision.word not in (Word.MOVED, Word.SPILL, Word.FAILOVER) or why_not(home.backend, to.backend) is not None:
+    to = fleet.member(decision.place)
+    if to is None or decision.word not in (Word.MOVED, Word.SPILL, Word.FAILOVER):
+        return decision
+    if why_not(home.backend, to.backend) is not None or refuses(home.backend) is not None:
         return decision
     reason = f"{decision.reason}; its KV comes from {before.home}"
     return replace(decision, prefill_place=before.home, prefill_cached_tokens=before.context_tokens, reason=reason)

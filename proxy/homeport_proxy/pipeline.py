@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -102,9 +103,6 @@ class Pipeline:
         exchange.body = await read_body(request, config.limits.body_bytes)
         job = self._understand(exchange, request)
         await self._identify(exchange, job)
-        if self.control.admission.open:
-            await self._locate_and_answer(exchange, job, down)
-            return
         async with self.control.admission.enter(exchange):
             await self._locate_and_answer(exchange, job, down)
 
@@ -210,8 +208,9 @@ class Pipeline:
         except NoPlaceError as error:
             raise no_backend(f"{error}.") from None
         exchange.ticket = ticket
-        if ticket.decision is not None and self._may_split(exchange, before):
-            ticket.decision = carried(self.control.fleet, ticket.decision, before)
+        if ticket.decision is not None and exchange.document is not None:
+            refuses = partial(_refuses, exchange=exchange)
+            ticket.decision = carried(self.control.fleet, ticket.decision, before, refuses)
         if exchange.identity is not None:
             exchange.cache = cache_word(before, started_s)
         if exchange.home_region_down and ticket.decision is not None and ticket.decision.word is Word.PLACED:
@@ -254,13 +253,6 @@ class Pipeline:
         if prefill is None:
             return None
         return _refuses(prefill, exchange)
-
-    def _may_split(self, exchange: Exchange, before: SessionView | None) -> bool:
-        """Whether the session's home may prefill this request for another place."""
-        home = self.control.fleet.member(before.home) if before is not None and before.home is not None else None
-        if home is None or not home.carry or exchange.document is None:
-            return False
-        return _refuses(home.backend, exchange) is None
 
     async def _hold_to_stored_state(self, exchange: Exchange) -> None:
         """A request that names stored state is served by the backend that holds it, or refused."""

@@ -137,9 +137,10 @@ class Simulation:
     def _start(self) -> float:
         workload, cluster = self.workload, self.cluster
         regions = self._regions()
+        conversations = list(workload.conversations)
+        # a seed is an order: open-loop traces with a coarse clock do not tell who came first within a tick
+        self.rng.shuffle(conversations)
         if workload.closed:
-            conversations = list(workload.conversations)
-            self.rng.shuffle(conversations)
             gap_s = cluster.sessions.spread_s_per_session
             for number, conversation in enumerate(conversations):
                 first = len(self._lanes)
@@ -156,9 +157,7 @@ class Simulation:
                         self._arrive_at(number * gap_s + delay_s, first + offset)
             return gap_s * len(conversations)
         last_s = 0.0
-        arriving = list(workload.conversations)
-        self.rng.shuffle(arriving)  # traces with a coarse clock do not tell who came first within a tick
-        for number, conversation in enumerate(arriving):
+        for number, conversation in enumerate(conversations):
             region = regions(number)
             for lane in conversation.lanes:
                 self._lanes.append(LaneRun(lane, None, region=region))
