@@ -67,6 +67,7 @@ def _expected(place: PlaceView) -> int | None:
 
 
 def _usable(places: Sequence[PlaceView], home: PlaceView | None) -> list[PlaceView]:
+    # nearly always so: one look instead of the lists below, which would all be this one
     if all(place.state == "up" and not place.cooling and place.role == "mixed" for place in places) and places:
         return list(places)
     hosts = [place for place in places if place.role != "prefill"]

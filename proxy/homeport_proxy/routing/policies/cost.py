@@ -52,7 +52,7 @@ def choose(
 
     parts: list[tuple[PlaceView, float, float, float, float, int]] = []
     for place in hosts:
-        cached = int((place.cached_tokens or 0) * place.confidence)
+        cached = int((place.cached_tokens or 0) * place.confidence)  # expected_cached_tokens, without a call per place
         if place.role == "decode" and prefills:
             plan = prefill_plan(request, place, prefills, now_s, settings)
             parts.append((place, plan.wait_s, plan.work_s, plan.transfer_s, plan.rho, plan.cached_tokens))
