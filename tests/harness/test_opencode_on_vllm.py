@@ -18,6 +18,7 @@ import pytest
 
 from harness import harness_install
 from harness.harness_programs import Harness
+from homeport_engines.vllm import telemetry
 
 HERE = Path(__file__).parent
 START_S = 900
@@ -43,14 +44,10 @@ class Up:
         prompt = cached = 0
         for url in self.engines:
             async with http.get(f"{url}/metrics") as answer:
-                text = await answer.text()
-            prompt += _counter(text, "vllm:prefix_cache_queries_total")
-            cached += _counter(text, "vllm:prefix_cache_hits_total")
+                ranks = telemetry.read(await answer.text())
+            prompt += sum(rank.prefix_queries_tokens or 0 for rank in ranks.values())
+            cached += sum(rank.prefix_hits_tokens or 0 for rank in ranks.values())
         return prompt, cached
-
-
-def _counter(text: str, name: str) -> int:
-    return sum(int(float(line.rpartition(" ")[2])) for line in text.splitlines() if line.startswith(name + "{"))
 
 
 @asynccontextmanager
