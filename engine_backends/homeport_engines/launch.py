@@ -68,8 +68,9 @@ class LaunchRequest:
     """What to start. ``model`` is a name or path on the machine where the command will run; it is never opened.
 
     Ports: ``port`` for HTTP, ``side_channel_port`` for NIXL (rank i of a data-parallel engine uses it + i),
-    ``bootstrap_port`` for Mooncake and SGLang, ``events_port`` for KV events (None: no events) and ``replay_port`` for
-    their replay (None: 1000 above), where rank i too uses port + i.
+    ``bootstrap_port`` for Mooncake and SGLang, ``events_port`` for KV events with their replay 1000 above, where rank i
+    too uses port + i. ``events_socket`` publishes them on a local socket of that name instead (Linux, one rank); with
+    neither there are none.
     ``cpu_threads`` and ``kv_gib`` matter to the CPU build alone. None leaves a setting to the engine.
     """
 
@@ -92,7 +93,7 @@ class LaunchRequest:
     side_channel_port: int = 5600
     bootstrap_port: int = 8998
     events_port: int | None = None
-    replay_port: int | None = None
+    events_socket: str | None = None
     cpu_threads: int | None = None
     kv_gib: int = 1
     store_path: str = "/tmp/kv-store"

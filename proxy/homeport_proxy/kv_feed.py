@@ -2,7 +2,8 @@
 
 ``kv_events: auto`` asks vLLM's ``/kv_event_sources``, which gives the publisher's settings by data-parallel rank
 (``{"0": {"endpoint", "replay_endpoint", "topic", ...}}``, vLLM 0.32); an engine that has none is simply not followed,
-and the approximate index serves it.
+and the approximate index serves it. One that names an address where nobody publishes is told of: vLLM binds only a
+wildcard's port (``tcp://*:5557``) or a local socket, and to any other address it connects.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from urllib.parse import urlsplit
 
 from homeport_engines.vllm.events import KvEventSubscriber
 from homeport_engines.vllm.kv import KvBatch
-from homeport_proxy.config import Backend, KvEventSource
+from homeport_proxy.config import Backend, KvEventSource, is_loopback
 from homeport_proxy.fleet import Member
 from homeport_proxy.probe import ProbeError, Prober
 
 log = logging.getLogger(__name__)
+
+SILENT_S = 10.0
+"""How long a publisher may be unreachable before it is told of; an engine that starts binds its socket early."""
 
 
 class Follower(Protocol):
@@ -46,12 +50,20 @@ class Source:
     topic: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    source: Source
+    member: Member
+    router: Follower
+    task: asyncio.Task[None]
+
+
 class KvFeed:
     """Subscriptions by place. ``follow`` may be called again and again; it changes only what changed."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._following: dict[str, tuple[Source, Follower, asyncio.Task[None]]] = {}
+        self._following: dict[str, _Followed] = {}
         self._asked: dict[str, object] = {}
         self._asking: set[asyncio.Task[None]] = set()
 
@@ -73,9 +85,10 @@ class KvFeed:
         """A backend left: follow it no more."""
         self._asked.pop(backend, None)
         for place in [name for name in self._following if name.partition("/")[0] == backend]:
-            _, router, task = self._following.pop(place)
-            task.cancel()
-            router.kv_follow(place, on=False)
+            gone = self._following.pop(place)
+            gone.task.cancel()
+            gone.member.notes.pop(_subject(place), None)
+            gone.router.kv_follow(place, on=False)
 
     def keep_only(self, backends: Mapping[str, Member]) -> None:
         """Follow nothing but these."""
@@ -84,7 +97,7 @@ class KvFeed:
 
     async def stop(self) -> None:
         """End every subscription."""
-        tasks = [task for _, _, task in self._following.values()] + list(self._asking)
+        tasks = [followed.task for followed in self._following.values()] + list(self._asking)
         self._following.clear()
         for task in tasks:
             task.cancel()
@@ -95,30 +108,48 @@ class KvFeed:
         places = member.place_names()
         for source in sources:
             place = places[source.rank] if source.rank < len(places) else None
-            if place is None or (place in self._following and self._following[place][0] == source):
+            known = self._following.get(place) if place is not None else None
+            if place is None or (known is not None and known.source == source):
                 continue
-            if place in self._following:
-                self._following[place][2].cancel()
-            task = asyncio.create_task(self._follow(place, source, router), name=f"kv events {place}")
-            self._following[place] = (source, router, task)
+            if known is not None:
+                known.task.cancel()
+            task = asyncio.create_task(self._follow(member, place, source, router), name=f"kv events {place}")
+            self._following[place] = _Followed(source, member, router, task)
 
-    async def _follow(self, place: str, source: Source, router: Follower) -> None:
+    async def _follow(self, member: Member, place: str, source: Source, router: Follower) -> None:
+        subject = _subject(place)
+
+        def silent() -> None:
+            member.notes[subject] = f"announces KV events at {source.pub}, but nobody publishes there"
+
+        def connected() -> None:
+            silence.cancel()
+            member.notes.pop(subject, None)
+            router.kv_connected(place)
+
         def replayed(batches: Sequence[KvBatch]) -> None:
             router.kv_replayed(place, batches)
 
         router.kv_follow(place)
+        silence = asyncio.get_running_loop().call_later(SILENT_S, silent)
         try:
             await KvEventSubscriber(
                 source.pub,
                 source.replay,
                 lambda batch: router.kv_events(place, batch),
                 replayed,
-                lambda: router.kv_connected(place),
+                connected,
                 topic=source.topic,
             ).run()
         except Exception:  # the approximate index goes on without it
             log.exception("KV events of %s are followed no more", place)
             router.kv_follow(place, on=False)
+        finally:
+            silence.cancel()
+
+
+def _subject(place: str) -> str:
+    return f"kv events of {place}"
 
 
 async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:
@@ -148,12 +179,14 @@ async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:
 
 
 def _reachable(endpoint: str, host: str) -> str:
-    """A bind address as seen from outside: ``tcp://*:5557`` on the engine's own host."""
+    """A bind address as seen from here: ``tcp://*:5557`` on the engine's own host, or a local socket of this machine."""
+    if endpoint.startswith("ipc://") and is_loopback(host):
+        return endpoint
     literal = f"[{host}]" if ":" in host else host
     for anywhere in ("*", "0.0.0.0", "[::]"):
         endpoint = endpoint.replace(f"//{anywhere}:", f"//{literal}:")
     if not endpoint.startswith("tcp://"):
-        raise ValueError(f"{endpoint} is no tcp endpoint")
+        raise ValueError(f"{endpoint} cannot be reached from here")
     return endpoint
 
 

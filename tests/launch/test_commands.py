@@ -130,12 +130,22 @@ def test_vllm_takes_its_own_json_as_it_is() -> None:
     assert settings(launch, "--speculative-config") == own
 
 
-def test_kv_events_are_published_on_the_engines_own_address() -> None:
-    launch = vllm.command(replace(REQUEST, events_port=5557, served_name="m", port=8101))
+@pytest.mark.parametrize(
+    ("where", "endpoint", "replay", "warned"),
+    [
+        ({"events_port": 5557}, "tcp://*:5557", "tcp://*:6557", True),
+        ({"events_socket": "kv"}, "ipc://@kv", "ipc://@kv-replay", False),
+    ],
+)
+def test_kv_events_are_published_where_vllm_binds(
+    where: dict[str, Any], endpoint: str, replay: str, warned: bool
+) -> None:
+    """To an address without a wildcard vLLM connects: nobody would hear it."""
+    launch = vllm.command(replace(REQUEST, **where, served_name="m", port=8101))
     config = settings(launch, "--kv-events-config")
-    assert config["endpoint"] == "tcp://127.0.0.1:5557"
-    assert config["replay_endpoint"] == "tcp://127.0.0.1:6557"
+    assert (config["endpoint"], config["replay_endpoint"]) == (endpoint, replay)
     assert config["topic"] == "kv@127.0.0.1:8101@m"
+    assert any("5557" in note for note in launch.notes) is warned
     assert option(launch, "--prefix-caching-hash-algo") == "sha256_cbor"
     assert "--enable-scale-out" in launch.argv, "else Messages and Responses prompts have no tokens to index"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
+import msgspec
 import pytest
+import zmq
 from aiohttp import web
 
 from emulator.emulating import fast
@@ -15,6 +18,7 @@ from homeport_engines.vllm.kv import BlockStored, KvBatch
 from homeport_proxy import config as cfg
 from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.kv_feed import KvFeed, Source, _reachable, sources_of
+from homeport_proxy.local.checks import free_port
 from proxy.control_kit import engine, serving, until
 
 
@@ -81,6 +85,40 @@ async def test_an_engine_without_events_is_left_alone() -> None:
     assert router == Router()
 
 
+async def test_an_address_where_nobody_publishes_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM connects to an endpoint without a wildcard instead of binding it, and still names it as its own."""
+    monkeypatch.setattr("homeport_proxy.kv_feed.SILENT_S", 0.05)
+    router, feed = Router(), KvFeed(5.0)
+    followed = member("http://127.0.0.1:1", f", kv_events: {{pub: 'tcp://127.0.0.1:{free_port()}'}}")
+    feed.backend_is_up(followed, router, again=True)
+    await until(lambda: followed.notes)
+    assert "nobody publishes there" in "".join(followed.notes.values())
+    feed.keep_only({})
+    assert (followed.notes, router.followed) == ({}, {"d0": False})
+    await feed.stop()
+
+
+async def test_a_local_socket_is_heard() -> None:
+    name = f"ipc://@homeport-test-{uuid.uuid4().hex}"
+    router, feed = Router(), KvFeed(5.0)
+    context = zmq.Context()
+    publisher = context.socket(zmq.PUB)
+    try:
+        publisher.bind(name)
+        feed.backend_is_up(member("http://127.0.0.1:1", f", kv_events: {{pub: '{name}'}}"), router, again=True)
+        await until(lambda: router.connected)
+        payload = msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}], 0])
+
+        def heard() -> bool:  # a subscription needs a moment to arrive: what was published before is lost
+            publisher.send_multipart([b"kv", (0).to_bytes(8, "big"), payload])
+            return bool(router.batches)
+
+        await until(heard)
+    finally:
+        await feed.stop()
+        context.destroy(linger=0)
+
+
 async def test_vllm_names_its_publishers_by_rank() -> None:
     """The shape that vLLM 0.32 answers with."""
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5558", "hwm": 100_000}
@@ -111,6 +149,7 @@ async def test_given_endpoints_count_up_with_the_rank() -> None:
         ("tcp://0.0.0.0:5557", "10.0.0.1", "tcp://10.0.0.1:5557"),
         ("tcp://[::]:5557", "fd00::1", "tcp://[fd00::1]:5557"),
         ("tcp://pod-3:5557", "engine", "tcp://pod-3:5557"),
+        ("ipc://@kv", "127.0.0.1", "ipc://@kv"),
     ],
 )
 def test_a_bind_address_is_seen_from_outside(endpoint: str, host: str, seen: str) -> None:
@@ -118,6 +157,6 @@ def test_a_bind_address_is_seen_from_outside(endpoint: str, host: str, seen: str
 
 
 @pytest.mark.parametrize("endpoint", ["ipc:///etc/passwd", "inproc://x", "http://x"])
-def test_only_tcp_is_followed(endpoint: str) -> None:
-    with pytest.raises(ValueError, match="no tcp endpoint"):
+def test_another_machines_sockets_are_not_ours(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="cannot be reached"):
         _reachable(endpoint, "h")

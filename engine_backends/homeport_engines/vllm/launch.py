@@ -34,6 +34,10 @@ PAIR_CONNECTORS = frozenset({"nixl", "nixl-push", "mooncake"})
 CPU_CONNECTORS = frozenset({"none", "nixl", "mooncake", "shared-folder"})
 METHODS = {"ngram": "ngram", "suffix": "suffix", "eagle3": "eagle3", "draft-model": "draft_model", "mtp": "mtp"}
 EVENTS_REPLAY_OFFSET = 1000
+EVENTS_NOTE = (
+    "vLLM publishes KV events on every address of its machine ({}, {}), and they show tenants' cache salts: "
+    "let only the proxy reach these ports"
+)
 MOONCAKE_CPU_NOTE = (
     "the CPU environment does not hold Mooncake: add mooncake-transfer-engine-non-cuda==0.3.13.post1 (pip, --no-deps) "
     "and the system's libibverbs1 and librdmacm1"
@@ -68,10 +72,12 @@ def command(request: LaunchRequest, device: Device = "gpu") -> Launch:
         env |= _transfer_environment(request, device)
         if request.kv == "mooncake" and device == "cpu":
             notes.append(MOONCAKE_CPU_NOTE)
-    if request.events_port is not None:
-        argv += ["--kv-events-config", _json(_events(request, request.events_port))]
+    if (endpoints := _event_endpoints(request)) is not None:
+        argv += ["--kv-events-config", _json(_events(request, *endpoints))]
         argv += ["--prefix-caching-hash-algo", "sha256_cbor"]  # the only hash that can be computed outside the engine
         argv += ["--enable-scale-out"]  # tells the tokens of Messages and Responses prompts, as /tokenize does of chats
+        if request.events_socket is None:
+            notes.append(EVENTS_NOTE.format(*endpoints))
     if request.speculation is not None:
         if _speculates(request.role, request.speculation):
             config, more = _speculative(request, request.speculation)
@@ -142,13 +148,22 @@ def _transfer_environment(request: LaunchRequest, device: Device) -> dict[str, s
     return {}
 
 
-def _events(request: LaunchRequest, port: int) -> dict[str, JsonValue]:
+def _event_endpoints(request: LaunchRequest) -> tuple[str, str] | None:
+    """Where KV events and their replay are published. vLLM binds only a wildcard's port or a local socket: to any other
+    address it connects, and whoever subscribes there hears nothing."""
+    if request.events_socket is not None:
+        return f"ipc://@{request.events_socket}", f"ipc://@{request.events_socket}-replay"
+    if request.events_port is None:
+        return None
+    return f"tcp://*:{request.events_port}", f"tcp://*:{request.events_port + EVENTS_REPLAY_OFFSET}"
+
+
+def _events(request: LaunchRequest, endpoint: str, replay_endpoint: str) -> dict[str, JsonValue]:
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        # bound to the engine's own address: the events show other tenants' salts
-        "endpoint": f"tcp://{request.host}:{port}",
-        "replay_endpoint": f"tcp://{request.host}:{request.replay_port or port + EVENTS_REPLAY_OFFSET}",
+        "endpoint": endpoint,
+        "replay_endpoint": replay_endpoint,
         "topic": f"kv@{request.host}:{request.port}@{request.served_name or request.model}",
     }
 

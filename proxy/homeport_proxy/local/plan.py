@@ -114,11 +114,13 @@ def _engine(wanted: Wanted, name: str, role: Role, index: int, free_port: Callab
     if wanted.engine == "emulator":
         launch = _emulator(wanted, role, port, free_port(), key)
     else:
-        launch = _vllm(wanted, role, port, index, free_port, key)
+        launch = _vllm(wanted, name, role, port, index, free_port, key)
     return PlannedEngine(name=name, role=role, port=port, key=key, launch=launch)
 
 
-def _vllm(wanted: Wanted, role: Role, port: int, index: int, free_port: Callable[[], int], key: str) -> Launch:
+def _vllm(
+    wanted: Wanted, name: str, role: Role, port: int, index: int, free_port: Callable[[], int], key: str
+) -> Launch:
     request = LaunchRequest(
         model=wanted.model,
         role=role,
@@ -131,8 +133,7 @@ def _vllm(wanted: Wanted, role: Role, port: int, index: int, free_port: Callable
         dtype=wanted.dtype,
         tool_parser=wanted.tool_parser,
         side_channel_port=free_port(),
-        events_port=free_port(),
-        replay_port=free_port(),
+        events_socket=f"homeport-kv-{name}-{secrets.token_hex(8)}",
         cpu_threads=wanted.cpu_threads or threads(role, cores()),
         kv_gib=wanted.kv_gib,
         gpus=(index,) if wanted.gpus else None,
