@@ -13,7 +13,7 @@ from homeport_proxy import models, paths
 from homeport_proxy.api import BY_PATH
 from homeport_proxy.control import Control
 from homeport_proxy.downstream import Downstream, RawResponse
-from homeport_proxy.errors import ProxyError
+from homeport_proxy.errors import ProxyError, method_not_allowed
 from homeport_proxy.pipeline import Pipeline, answer_error, arrive
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -100,6 +100,8 @@ class Proxy:
         anthropic = "anthropic-version" in request.headers
         try:
             self.control.admission.caller(request.headers)
+            if request.method not in ("GET", "HEAD"):
+                raise method_not_allowed(request.method, ("GET", "HEAD"))
             document = models.answer(self.control, exchange.path, anthropic=anthropic)
         except ProxyError as error:
             if anthropic:

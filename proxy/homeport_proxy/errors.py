@@ -71,6 +71,12 @@ def model_not_found(model: str, known: Iterable[str] = ()) -> ProxyError:
     return ProxyError(404, "model_not_found", f"The model `{model}` is not served here.{hint}", param="model")
 
 
+def method_not_allowed(method: str, allowed: Iterable[str]) -> ProxyError:
+    """405: the path is served, but not for this method."""
+    may = ", ".join(sorted(allowed))
+    return ProxyError(405, "invalid_request", f"{method} is not allowed here; use {may}.", headers={"allow": may})
+
+
 def request_too_large(limit_bytes: int) -> ProxyError:
     """413: the body is longer than ``limits.body_bytes``."""
     return ProxyError(413, "request_too_large", f"The request body is longer than {limit_bytes} bytes.")

@@ -124,6 +124,27 @@ async def test_every_admin_path_is_guarded(monkeypatch: pytest.MonkeyPatch) -> N
                         assert answer.status in (200, 404), path
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("PUT", "/homeport/v1/status", "GET, HEAD"),
+        ("DELETE", "/homeport/v1/sessions/x", "GET, HEAD"),
+        ("GET", "/homeport/v1/sessions/x/finish", "POST"),
+        ("GET", "/homeport/v1/backends/d0/drain", "POST"),
+        ("POST", "/homeport", "GET, HEAD"),
+        ("POST", "/metrics", "GET, HEAD"),
+        ("OPTIONS", "/health/live", "GET, HEAD"),
+    ],
+)
+async def test_a_wrong_method_is_told_the_right_one(method: str, path: str, allow: str) -> None:
+    async with engine() as stub, aiohttp.ClientSession() as http, proxy(stub) as (_, url):
+        async with http.request(method, url + path) as answer:
+            assert (answer.status, answer.headers["allow"]) == (405, allow)
+            assert (await answer.json())["error"]["code"] == "invalid_request"
+        async with http.request(method, url + "/homeport/v1/nothing") as answer:
+            assert answer.status == 404
+
+
 async def test_health_needs_no_key_and_readiness_follows_the_fleet() -> None:
     async with engine() as stub, aiohttp.ClientSession() as http:
         extra = "health: {interval_s: 0.02}\ntenants: [{name: t, keys_file: /dev/null}]"

@@ -332,6 +332,8 @@ async def test_aliases_reach_the_engine_by_its_own_name() -> None:
                 assert (await answer.json())["model"] == "m"
         async with client.get(f"{url}/v1/models", headers={"anthropic-version": "2023-06-01"}) as answer:
             assert [model["id"] for model in (await answer.json())["data"]] == ["m", "gpt-4o-mini"]
+        async with client.delete(f"{url}/v1/models/m") as answer:
+            assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
     assert [seen.body["model"] for seen in engine.seen] == ["m", "m", "m"]
     await engine.stop()
 

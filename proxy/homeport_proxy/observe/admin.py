@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from homeport.ledger import GroupBy, Totals
 from homeport_proxy.config import ConfigError
-from homeport_proxy.errors import ProxyError
+from homeport_proxy.errors import ProxyError, method_not_allowed
 from homeport_proxy.observe import guard
 from homeport_proxy.observe.dashboard import page
 from homeport_proxy.observe.prometheus import CONTENT_TYPE
@@ -56,19 +56,20 @@ def routes(control: Control) -> list[web.RouteDef]:
     ]
 
 
-def answer(document: object, code: int = 200) -> web.Response:
+def answer(document: object, code: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """A JSON answer that nobody caches."""
     return web.Response(
         status=code,
         body=msgspec.json.encode(document),
         content_type="application/json",
-        headers={"cache-control": "no-store"},
+        headers={"cache-control": "no-store", **(headers or {})},
     )
 
 
-def fault(code: int, word: str, message: str) -> web.Response:
+def fault(code: int, word: str, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
     """An error answer in the shape of the proxy's other errors."""
-    return answer({"error": {"message": message, "type": "invalid_request_error", "param": None, "code": word}}, code)
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": word}
+    return answer({"error": error}, code, headers)
 
 
 class _Admin:
@@ -126,6 +127,12 @@ class _Admin:
         return web.Response(body=text.encode(), headers={"content-type": CONTENT_TYPE})
 
     async def unknown(self, request: web.Request) -> web.Response:
+        here = request.match_info.route.resource
+        pages = [page for page in request.app.router.resources() if page is not here]
+        allowed = set[str]().union(*[(await page.resolve(request))[1] for page in pages])
+        if allowed:
+            refusal = method_not_allowed(request.method, allowed)
+            return fault(refusal.status, refusal.code, refusal.message, refusal.headers)
         message = f"Nothing is served for {request.method} at this path; the proxy's own API is below /homeport/v1/."
         return fault(404, "not_found", message)
 
