@@ -179,7 +179,7 @@ async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:
 
 
 def _reachable(endpoint: str, host: str) -> str:
-    """A bind address as seen from here: ``tcp://*:5557`` on the engine's own host, or a local socket of this machine."""
+    """An endpoint as it is reached from here: ``tcp://*:5557`` on the engine's own host; a socket of this machine."""
     if endpoint.startswith("ipc://") and is_loopback(host):
         return endpoint
     literal = f"[{host}]" if ":" in host else host

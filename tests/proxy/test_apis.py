@@ -282,7 +282,7 @@ async def test_the_proxys_own_paths() -> None:
             ("GET", "/"),
             ("GET", "/homeport/nothing"),
             ("GET", "/homeport/v1/x"),
-            ("PUT", "/metrics"),
+            ("PUT", "/homeport/v1/x"),
         ):
             async with client.request(method, url + path) as answer:
                 assert answer.status == 404
