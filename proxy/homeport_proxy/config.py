@@ -26,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from homeport.profiles import PROFILES
 from homeport_proxy.config_faults import StrictLoader, expand, validation_faults, yaml_fault
 
 SESSION_HEADERS = (
@@ -83,6 +84,15 @@ def _host_port(address: str) -> tuple[str, int]:
     return host or "0.0.0.0", int(port)
 
 
+def _profile(name: str) -> str:
+    acting = sorted(one.name for one in PROFILES.values() if one.proxy_rules)
+    if name not in acting:
+        raise ValueError(
+            f"{name!r} is no harness whose prompts the proxy can keep still; those are {', '.join(acting)}"
+        )
+    return name
+
+
 def _why(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
@@ -92,6 +102,7 @@ FilePath: TypeAlias = Annotated[Path, AfterValidator(_beside_the_file)]
 Url: TypeAlias = Annotated[str, AfterValidator(_http_url)]
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Role: TypeAlias = Literal["prefill", "decode", "mixed"]
+Profile: TypeAlias = Annotated[str, AfterValidator(_profile)]
 Policy: TypeAlias = Literal["cost", "session", "prefix", "least-tokens", "round-robin"]
 
 
@@ -477,6 +488,8 @@ class Config(Section):
     models: list[Model] = Field(default_factory=list)
     regions: Annotated[dict[Name, Region], Field(min_length=1)]
     affinity: Affinity = Affinity()
+    profiles: list[Profile] = Field(default_factory=list)
+    """Harnesses whose volatile text is left out of system prompts."""
     routing: Routing = Routing()
     disaggregation: Disaggregation = Disaggregation()
     health: Health = Health()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from homeport.fingerprint import Api, JsonValue
+from homeport.volatile import Declared
 from homeport_engines import capabilities
 from homeport_engines.registry import transfer_of
 from homeport_proxy import handoff, paths, peering, stored
@@ -36,6 +37,7 @@ from homeport_proxy.intake import read_body
 from homeport_proxy.job import Job
 from homeport_proxy.marks import Marks
 from homeport_proxy.prefix import Prefixes
+from homeport_proxy.profiles import calmed, rules_for
 from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, SessionView, Word
 from homeport_proxy.splice import NotAnObjectError, edit, raw_members
 from homeport_proxy.tokens import TokenBlocks
@@ -122,6 +124,8 @@ class Pipeline:
         )
         if exchange.body.lstrip(b" \t\r\n").startswith(b"{") or api.name != "other":
             _read_members(exchange, job)
+        if rules := rules_for(self.control.config.profiles, request.headers.get("user-agent")):
+            _keep_still(exchange, job, rules)
         exchange.model = self._resolve_model(exchange, job)
         if job.raws is not None:
             _plan_edits(exchange, job)
@@ -357,6 +361,16 @@ def _read_members(exchange: Exchange, job: Job) -> None:
         if job.api.name == "other":
             return
         raise invalid_request(f"The body is not a JSON object: {error}.") from None
+
+
+def _keep_still(exchange: Exchange, job: Job, rules: Sequence[Declared]) -> None:
+    """What the harness's profile changes; identity and routing see the prompt as the engines will."""
+    if job.raws is None or exchange.document is None:
+        return
+    changed = calmed(exchange.document, rules)
+    if changed:
+        job.put.update(changed)
+        exchange.document = Document({**job.raws, **changed})
 
 
 def _plan_edits(exchange: Exchange, job: Job) -> None:

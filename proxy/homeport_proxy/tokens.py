@@ -137,5 +137,4 @@ def _question(job: Job) -> bytes:
     if members is None:
         return job.body_with(BodyEdits())
     raws = job.raws or {}
-    renamed = {"model": job.put["model"]} if "model" in job.put else {}
-    return msgspec.json.encode({name: raws[name] for name in members if name in raws} | renamed)
+    return msgspec.json.encode({name: job.put.get(name, raws[name]) for name in members if name in raws})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from homeport.volatile import Declared
 
@@ -18,6 +18,7 @@ class Profile:
     """A harness: how it names itself, and which of its system texts change.
 
     ``rules`` hold everywhere, ``foreign_rules`` only where the upstream is not the harness's own vendor.
+    ``proxy_rules`` are for a proxy, which remembers no text: they do the same whatever came before.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Profile:
     rules: tuple[Declared, ...] = ()
     foreign_rules: tuple[Declared, ...] = ()
     vendor_hosts: tuple[str, ...] = ()
+    proxy_rules: tuple[Declared, ...] = ()
 
     def rules_for(self, host: str) -> tuple[Declared, ...]:
         """The rules that hold for requests to that host."""
@@ -41,6 +43,10 @@ _CLAUDE_BILLING = Declared(
 _OPENCODE_ENV = Declared("opencode:env", re.compile(r"<env>\n(?:[ \t]+\S[^\n]*\n)+[ \t]*</env>"), "freeze", "date")
 # Qwen Code 0.24: a git snapshot in the system prompt, before its tools; every process takes a new one, resumed or not
 _QWEN_GIT = Declared("qwen-code:git", re.compile(r"(?m)^```text\n(?:git: [^\n]*\n)+```$"), "freeze", "git")
+# the snapshot's own heading says that it may be stale and that live git commands are to be preferred
+_QWEN_NO_GIT = replace(
+    _QWEN_GIT, policy="drop", instead="```text\n(left out: `git status` and `git log -5` tell the state)\n```"
+)
 # Kilo 7.7 puts "Message time" into each user message once and sends it again unchanged: append-only, nothing to do
 
 PROFILES: dict[str, Profile] = {
@@ -51,9 +57,10 @@ PROFILES: dict[str, Profile] = {
             re.compile(r"^claude-(?:cli|code)/"),
             foreign_rules=(_CLAUDE_BILLING,),
             vendor_hosts=("anthropic.com", "claude.ai"),
+            proxy_rules=(_CLAUDE_BILLING,),
         ),
         Profile("opencode", re.compile(r"^(?:opencode|Kilo-Code)/"), rules=(_OPENCODE_ENV,)),
-        Profile("qwen-code", re.compile(r"^QwenCode/"), rules=(_QWEN_GIT,)),
+        Profile("qwen-code", re.compile(r"^QwenCode/"), rules=(_QWEN_GIT,), proxy_rules=(_QWEN_NO_GIT,)),
     )
 }
 """Every profile by name."""

@@ -149,6 +149,8 @@ class Declared:
     kind: str | None = None
     whole_block: bool = False
     """Only a system block that begins with the pattern, as a whole (profiles)."""
+    instead: str = ""
+    """What stands where text was dropped; must not match ``pattern`` itself."""
 
 
 @dataclass
@@ -252,6 +254,7 @@ def _apply(text: str, rule: Declared, frozen: dict[str, str], moved: list[str]) 
             return frozen.setdefault(f"{rule.name}#{count}", found) if found else found
         if rule.policy == "move":
             moved.append(found)
-        return ""
+            return ""
+        return rule.instead
 
     return rule.pattern.sub(replace, text)
