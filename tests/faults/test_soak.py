@@ -104,6 +104,7 @@ async def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     # the last requests are kept to be asked about: a shorter memory is full sooner
     monkeypatch.setattr(RequestLog.__init__, "__defaults__", (ROUND,))
     dice = random.Random(7)
+    # proxy, engines and clients share one traced thread, where a hand-off takes up to half a second
     async with harbour(FLEET, lease_s=8.0, time_scale=500.0, kv_blocks=640) as fleet:
         for _ in range(WARM_UP):
             await traffic(fleet, dice)

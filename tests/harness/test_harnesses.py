@@ -212,6 +212,30 @@ async def test_qwen_sub_agents_have_sessions_of_their_own(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("profiles", "least", "most"), [([], 0.0, 0.6), (["qwen-code"], 0.9, 1.0)])
+async def test_qwen_resumed_after_a_file_changed(
+    tmp_path: Path, profiles: list[str], least: float, most: float
+) -> None:
+    """Its git snapshot stands ahead of tools and history; left out by the proxy's profile, the resumed session is as
+    warm as it was."""
+    async with fleet(tmp_path, emulators(working(TOOLS["qwen"])), profiles=profiles) as at:
+        harness = Harness("qwen", tmp_path / "home", tmp_path / "project", at.url)
+        for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+            who = ["-c", "user.name=Ann", "-c", "user.email=ann@example.net"]
+            await asyncio.to_thread(subprocess.run, ["git", *who, *words], cwd=harness.project, check=True)
+        done = await harness.run("Please do the three steps.")
+        assert done.status == 0, done.err
+        before = len(await at.main())
+        (harness.project / "keel.txt").write_text("oak")
+        again = await harness.run("And once more.", resume=True)
+        assert again.status == 0, again.err
+        first = (await at.main())[before]["tokens"]
+        print(f"profiles {profiles}: {first['cached']:,} of {first['prompt']:,} prompt tokens cached on resume")
+        assert least <= first["cached"] / first["prompt"] <= most
+        await books_agree(at)
+
+
+@pytest.mark.long
 async def test_aider_keeps_its_session_though_it_moves_its_reminder(tmp_path: Path) -> None:
     """Aider names no session and repeats its reminder behind the last message: what can be shared stays shared."""
     async with fleet(tmp_path, emulators([])) as at:
