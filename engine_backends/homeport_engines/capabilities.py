@@ -43,11 +43,15 @@ def _several_prompts(body: Mapping[str, JsonValue]) -> bool:
     return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
 
 
+_ENGINE_RUNS = ("web_search_preview", "code_interpreter", "container", "mcp")
+"""Tools that vLLM (0.32) runs itself, given a tool server; others, as Codex's ``web_search``, it leaves to the client."""
+
+
 def _hosted_tools(body: Mapping[str, JsonValue]) -> bool:
     tools = body.get("tools")
     if not isinstance(tools, list):
         return False
-    return any(isinstance(tool, dict) and tool.get("type") not in ("function", "custom") for tool in tools)
+    return any(isinstance(tool, dict) and tool.get("type") in _ENGINE_RUNS for tool in tools)
 
 
 FEATURES: Mapping[str, Feature] = {
