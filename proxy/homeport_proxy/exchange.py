@@ -115,6 +115,8 @@ class Exchange:
     identity: Identity | None = None
     prefix: PrefixKeys = field(default_factory=PrefixKeys)
     prompt_tokens_estimate: int = 0
+    prompt_tokens_counted: int | None = None
+    """The prompt as an engine counted it before the answer began (its tokens, or a prefill leg's usage)."""
 
     # locate
     region: str = ""
@@ -177,6 +179,14 @@ class Exchange:
             if leg.part == "serve":
                 return leg
         return None
+
+    @property
+    def expected_cached_tokens(self) -> int | None:
+        """What the decision expected to be cached. It may come from an estimate of the prompt, so it is never told as
+        more than the prompt, once that is known."""
+        expected = self.decision.expected_cached_tokens if self.decision else None
+        prompt = self.usage.prompt_tokens or self.prompt_tokens_counted
+        return expected if expected is None or prompt is None else min(expected, prompt)
 
     @property
     def prefilled_by(self) -> str | None:

@@ -225,6 +225,7 @@ class Attempt:
         params = transfer.accept(self._text_api, document)
         done_s = self._loop.time()
         self._exchange.prefill_s = done_s - started_s
+        self._exchange.prompt_tokens_counted = params.prompt_tokens if params else None
         if self._exchange.ticket is not None:
             self._desk.placer.prefill_done(self._exchange.ticket, params.cached_tokens if params else None)
         if params is None:

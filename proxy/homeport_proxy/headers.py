@@ -138,8 +138,8 @@ def of_exchange(exchange: Exchange) -> dict[str, str]:
         added["x-homeport-decision"] = decision.word.value
         reasons = [exchange.region_reason, decision.reason]
         added["x-homeport-reason"] = _plain("; ".join(reason for reason in reasons if reason))
-        if decision.expected_cached_tokens is not None:
-            added["x-homeport-expected-cached-tokens"] = str(decision.expected_cached_tokens)
+        if (expected := exchange.expected_cached_tokens) is not None:
+            added["x-homeport-expected-cached-tokens"] = str(expected)
     if exchange.cache is not None:
         added["x-homeport-cache"] = exchange.cache
     added["server-timing"] = server_timing(exchange)

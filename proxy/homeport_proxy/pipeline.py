@@ -154,10 +154,8 @@ class Pipeline:
 
     async def _identify(self, exchange: Exchange, job: Job) -> None:
         document = exchange.document
-        longest = self.control.fleet.max_model_len(exchange.model)
         estimate = self.control.account.bytes_per_token.tokens(exchange.model, len(exchange.body))
-        # a guess must never refuse what the engine might take
-        exchange.prompt_tokens_estimate = estimate if longest is None else min(estimate, longest - 1)
+        exchange.prompt_tokens_estimate = self._placeable(exchange, estimate)
         if not job.api.generates or document is None:
             return
         seen = look(exchange, document, self.control.config.affinity.headers, self.marks)
@@ -168,6 +166,11 @@ class Pipeline:
             return  # not the shape this API promises: the engine will say so
         exchange.prefix = PrefixKeys(blocks, BLOCK_CHARS)
 
+    def _placeable(self, exchange: Exchange, tokens: int) -> int:
+        """A prompt's length as the router gets it: what is too long is the engine's to refuse, a guess above all."""
+        longest = self.control.fleet.max_model_len(exchange.model)
+        return tokens if longest is None else min(tokens, longest - 1)
+
     # locate, place, answer
 
     async def _locate_and_answer(self, exchange: Exchange, job: Job, down: Downstream) -> None:
@@ -175,6 +178,7 @@ class Pipeline:
             return
         if exchange.identity is not None and (blocks := await self.token_blocks.of(exchange, job)):
             exchange.prefix = replace(exchange.prefix, token_blocks=blocks)
+            exchange.prompt_tokens_estimate = self._placeable(exchange, exchange.prompt_tokens_counted or 1)
         await self._place(exchange)
         try:
             await self._hold_to_stored_state(exchange)

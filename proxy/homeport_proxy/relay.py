@@ -427,6 +427,7 @@ class Relay:
         head = self._head
         assert head is not None
         self._exchange.status = head.status
+        self._exchange.usage = self.usage
         self._exchange.headers_sent_s = self._loop.time()
         headers = self._plan.headers(head, self._mode is Mode.STREAM)
         if self._down.bodyless and length == 0:

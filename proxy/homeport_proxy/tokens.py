@@ -72,6 +72,7 @@ class TokenBlocks:
         tokens = await self._tokens(next(iter(sizes)), job)
         if not tokens:
             return {}
+        exchange.prompt_tokens_counted = len(tokens)
         salt = exchange.caller.cache_salt if exchange.tenant else exchange.members.get("cache_salt")
         return {
             size: block_hashes(tokens, size, cache_salt=salt if isinstance(salt, str) else None)

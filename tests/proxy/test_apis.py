@@ -200,6 +200,35 @@ async def test_usage_is_the_prefill_engines_on_every_api(streamed: bool) -> None
 
 
 @pytest.mark.parametrize(
+    ("fleet", "path", "streamed"),
+    [
+        ("one", "/v1/chat/completions", False),
+        ("one", "/v1/responses", False),
+        ("one", "/v1/messages", True),
+        ("split", "/v1/chat/completions", True),
+    ],
+)
+async def test_no_more_is_expected_cached_than_the_prompt_turns_out_to_hold(
+    fleet: str, path: str, streamed: bool
+) -> None:
+    """Prompts are estimated by their bytes, here far too long; what is known before the head goes out, counts."""
+    engines = [await ScriptedEngine(every_api).start() for _ in range(2)]
+    config = pair(*engines) if fleet == "split" else backends(engines[0])
+    prompt = {"input": LONG} if path == "/v1/responses" else {"messages": [{"role": "user", "content": LONG}]}
+    async with proxy_for(config) as (url, proxy), aiohttp.ClientSession() as client:
+        for session in ("one", "another"):
+            proxy.control.account.bytes_per_token.take({"m": 1.0})
+            body = {"model": "m", "stream": streamed, "max_tokens": 5, **prompt}
+            async with client.post(url + path, json=body, headers={"x-session-id": session}) as answer:
+                await answer.read()
+        expected = int(answer.headers["x-homeport-expected-cached-tokens"])
+        assert proxy.control.account.requests.latest(1)[0]["tokens"]["expected_cached"] == expected  # type: ignore[index,call-overload]
+    assert 0 < expected <= 200
+    for engine in engines:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
     ("path", "tokens"),
     [
         (

@@ -54,6 +54,8 @@ async def test_block_names(how: str, path: str) -> None:
         asked = [seen for seen in engine.seen if seen.path == ASKED[path]]
         names = {16: block_hashes(TOKENS, 16, cache_salt="s")}
         assert [dict(view.prefix.token_blocks) for view in arrived] == [names if how == "answers" else {}] * 2
+        if how == "answers":
+            assert [(view.prompt_tokens, view.prompt_estimated) for view in arrived] == [(len(TOKENS), False)] * 2
         assert len(asked) == {"answers": 2, "slow": 1, "refuses": 2, "does not offer it": 1, "not followed": 0}[how]
         whole = BODY.keys() | {"cache_salt"}
         members = {"model", "messages"} if path == "/v1/chat/completions" else whole

@@ -54,7 +54,7 @@ def summarise(exchange: Exchange, causes: Mapping[str, int]) -> Summary:
         "tokens": {
             "prompt": usage.prompt_tokens,
             "cached": usage.cached_tokens,
-            "expected_cached": _expected_cached(exchange),
+            "expected_cached": exchange.expected_cached_tokens,
             "output": usage.output_tokens,
             "estimated_prompt": exchange.prompt_tokens_estimate or None,
         },
@@ -87,11 +87,3 @@ def summarise(exchange: Exchange, causes: Mapping[str, int]) -> Summary:
         "chunks": exchange.chunks,
         "response_bytes": exchange.response_bytes,
     }
-
-
-def _expected_cached(exchange: Exchange) -> int | None:
-    """What the decision expected to be cached: made from an estimate of the prompt, so never more than it turned out
-    to be."""
-    expected = exchange.decision.expected_cached_tokens if exchange.decision else None
-    prompt = exchange.usage.prompt_tokens
-    return expected if expected is None or prompt is None else min(expected, prompt)
