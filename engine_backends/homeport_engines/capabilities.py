@@ -44,7 +44,7 @@ def _several_prompts(body: Mapping[str, JsonValue]) -> bool:
 
 
 _ENGINE_RUNS = ("web_search_preview", "code_interpreter", "container", "mcp")
-"""Tools that vLLM (0.32) runs itself, given a tool server; others, as Codex's ``web_search``, it leaves to the client."""
+"""Tools that vLLM (0.32) runs itself, given a tool server; others, like Codex's ``web_search``, are the client's."""
 
 
 def _hosted_tools(body: Mapping[str, JsonValue]) -> bool:
