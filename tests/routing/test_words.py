@@ -1,5 +1,7 @@
 """Which place, in which word: the life of a session's home."""
 
+import re
+
 import pytest
 
 from homeport_proxy.routing.views import Kind, NoPlaceError, PrefixKeys, RequestView, RoutingSettings, Ticket, Word
@@ -60,18 +62,21 @@ def test_a_warm_session_is_kept_for_a_time_that_can_be_told(kv_capacity_tokens: 
     assert 0 < seen.keep_s <= 600
 
 
-def test_an_overloaded_home_spills_once_and_stays_home() -> None:
+@pytest.mark.parametrize("learned", [True, False])
+def test_an_overloaded_home_spills_once_and_stays_home(learned: bool) -> None:
     fleet = Fleet(*FOUR, settings=RoutingSettings(late_binding=False))
-    _, home = word(fleet, request("s", 20))
+    _, home = word(fleet, request("s", 40 if learned else 1))
     others = [spec_ for spec_ in FOUR if spec_.name != home]
     for other in others:
         fleet.router.set_state(other.name, "down", fleet.now_s)
     blockers = [fleet.start(request(f"big{n}", 1500)) for n in range(4)]
     for other in others:
         fleet.router.set_state(other.name, "up", fleet.now_s)
-    decided, place = word(fleet, request("s", 21))
-    assert decided is Word.SPILL
-    assert place != home
+    decision = fleet.ask(request("s", 41)).decision
+    assert decision is not None
+    assert decision.word is Word.SPILL
+    assert decision.place != home
+    assert bool(re.search(r"\d s longer", decision.reason)) is learned, "seconds come from a learned speed only"
     seen = fleet.router.session("s")
     assert seen is not None
     assert seen.home == home

@@ -110,9 +110,10 @@ def _word(
         return Word.FAILOVER, f"home {home.name} is down", place.name if gone else home.name
     margin_s = dearer_by_s(choice.costs, home.name, place.name)
     if request.kind != "side" and home.dearer_times + 1 >= settings.move_after and margin_s > settings.move_margin_s:
-        times = home.dearer_times + 1
-        return Word.MOVED, f"home {home.name} was dearer {times} times running, now by {margin_s:.1f} s", place.name
-    return Word.SPILL, f"home {home.name} would take {margin_s:.1f} s longer, this once", home.name
+        now = f", now by {margin_s:.1f} s" if worker.learned else ""
+        return Word.MOVED, f"home {home.name} was dearer {home.dearer_times + 1} times running{now}", place.name
+    longer = f"{margin_s:.1f} s longer" if worker.learned else "longer"
+    return Word.SPILL, f"home {home.name} would take {longer}, this once", home.name
 
 
 def dearer_by_s(costs: Mapping[str, Cost], home: str | None, place: str) -> float:
