@@ -370,7 +370,7 @@ async def test_a_reload_reaches_what_the_routers_hold(tmp_path: Path) -> None:
         router.finished(ticket, now_s, prompt_tokens=1000, cached_tokens=0, output_tokens=1, ok=True)
 
     for number in range(8):
-        ask(f"s{number}", float(number), keys=2000)
+        ask(f"s{number}", float(number), keys=40_000)
     assert router.status(8.0).sessions == 8
     assert router.status(8.0).index_bytes > 2 * 1024 * 1024
     routing = "routing: {shadow: [session], index_mb: 1}\n"

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from homeport_proxy.routing.index.approximate import ApproximateIndex
 from homeport_proxy.routing.index.lru import PrefixLru
+from homeport_proxy.routing.index.tree import PrefixTree
 from homeport_proxy.routing.views import PrefixKeys, RequestView
 from routing.routing_kit import chain, request
 
@@ -48,8 +49,51 @@ def test_the_lru_holds_what_a_full_lru_holds(prompts: list[tuple[int, int]], cap
         for other in range(4):
             whole = keys_of(other, 12)
             assert lru.match(whole) == naive.match(whole)
-            # prefix-closed: nothing is held beyond the match
-            assert not any(key in lru for key in whole[lru.match(whole) :])
+
+
+# which place, which branch, cut where, and which of two tails of its own behind the cut, how long
+_SHARED = st.lists(
+    st.tuples(
+        st.integers(0, 3), st.integers(0, 3), st.integers(0, 12), st.integers(0, 1), st.sampled_from([0, 0, 1, 4])
+    ),
+    max_size=60,
+)
+
+
+@given(_SHARED, st.lists(st.integers(1, 30), min_size=4, max_size=4), st.integers(0, 40))
+@settings(max_examples=120, deadline=None)
+def test_places_that_share_a_tree_each_hold_what_they_would_alone(
+    prompts: list[tuple[int, int, int, int, int]], capacities: list[int], restart: int
+) -> None:
+    tree = PrefixTree()
+    places = [PrefixLru(capacity, tree, f"d{number}") for number, capacity in enumerate(capacities)]
+    alone = [Naive(capacity) for capacity in capacities]
+    for number, (place, branch, length, tail, tail_length) in enumerate(prompts):
+        keys = keys_of(branch, length) + chain(f"tail{branch}-{length}-{tail}", tail_length)
+        places[place].use(keys)
+        alone[place].use(keys)
+        if number == restart:
+            places[place].clear()
+            alone[place].used.clear()
+        for held, naive in zip(places, alone, strict=True):
+            assert len(held) == len(naive.used)
+            assert held.match(keys) == naive.match(keys)
+            assert all(held.match(keys_of(other, 12)) == naive.match(keys_of(other, 12)) for other in range(4))
+        assert tree.keys == len(set().union(*(naive.used for naive in alone))), "nothing is kept that no place holds"
+    for held in places:
+        held.clear()
+    assert tree.bytes == 0
+
+
+def test_evicted_keys_are_told_deepest_first() -> None:
+    lru = PrefixLru(6)
+    lru.gone = []
+    old, new = chain("old", 4), chain("new", 4)
+    lru.use(old)
+    lru.use(new)
+    assert lru.gone == [old[3], old[2]]
+    lru.use(old[:1] + chain("fork", 3))
+    assert lru.gone == [old[3], old[2], old[1], *reversed(new[2:])]
 
 
 def test_a_single_prompt_larger_than_the_cache_keeps_its_head() -> None:

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from homeport_proxy.routing.index.lru import BYTES_PER_BLOCK, PrefixLru
+from homeport_proxy.routing.index.lru import PrefixLru
 from homeport_proxy.routing.index.residency import NOWHERE, Residency
+from homeport_proxy.routing.index.tree import PrefixTree
 from homeport_proxy.routing.views import RequestView
 
 
 class ApproximateIndex:
-    """Per place an LRU of canonical text blocks; all places together stay within ``budget_bytes``.
+    """Per place an LRU of canonical text blocks, all in one tree that stays within ``budget_bytes``.
 
     An engine's capacity counts tokens, text blocks count characters: the ratio is averaged over the requests seen
     at each place.
     """
 
     def __init__(self, budget_bytes: int, default_kv_tokens: int) -> None:
-        self._budget_blocks = max(1, budget_bytes // BYTES_PER_BLOCK)
+        self._budget_bytes = budget_bytes
         self._default_kv_tokens = default_kv_tokens
+        self._tree = PrefixTree()
         self._blocks: dict[str, PrefixLru] = {}
         self._kv_tokens: dict[str, int] = {}
         self._tokens_per_block: dict[str, float] = {}
-        self._total = 0
-        self._bits: dict[str, int] = {}
-        self._names: dict[int, str] = {}
-        self._all = 0
-        self._holders: dict[int, int] = {}
 
     def set_budget(self, budget_bytes: int) -> None:
         """Take a new bound; what is above it goes at once."""
-        self._budget_blocks = max(1, budget_bytes // BYTES_PER_BLOCK)
+        self._budget_bytes = budget_bytes
         self._shrink()
 
     def set_place(self, place: str, kv_tokens: int | None) -> None:
         """A place joined, or its capacity (tokens) became known."""
         self._kv_tokens[place] = kv_tokens or self._default_kv_tokens
         if place not in self._blocks:
-            self._blocks[place] = PrefixLru(1)
-            self._blocks[place].gone = []
-            bit = self._bits[place] = ~self._all & (self._all + 1)  # the lowest bit that is free
-            self._all |= bit
-            self._names[bit] = place
+            self._blocks[place] = PrefixLru(1, self._tree, place)
             self._tokens_per_block[place] = 0.0
 
     def drop_place(self, place: str) -> None:
@@ -48,16 +41,10 @@ class ApproximateIndex:
             return
         self.forget(place)
         del self._blocks[place], self._kv_tokens[place], self._tokens_per_block[place]
-        bit = self._bits.pop(place)
-        self._all ^= bit
-        del self._names[bit]
 
     def forget(self, place: str) -> None:
         """A place lost its cache (restart)."""
-        held = self._blocks[place]
-        self._total -= held.shrink(0)
-        held.clear()
-        self._settle_gone(place, held)
+        self._blocks[place].clear()
 
     def cached_tokens(self, place: str, request: RequestView) -> int:
         """Tokens of the prompt expected at ``place``; the last token is always computed."""
@@ -68,44 +55,26 @@ class ApproximateIndex:
         return min(int(depth * tokens_per_text_block(request)), max(0, request.prompt_tokens - 1)) if depth else 0
 
     def cached_by_place(self, request: RequestView) -> Residency:
-        """Tokens of the prompt expected at every place.
-
-        A place that holds a block of a chain holds all before it, so that the places' depths are found by halving
-        between positions where the sets of holders differ.
-        """
-        keys, holders = request.prefix.text_blocks, self._holders
-        first = holders.get(keys[0], 0) if keys else 0
-        if not first:
+        """Tokens of the prompt expected at every place, by one walk down the tree."""
+        keys = request.prefix.text_blocks
+        if not keys:
             return NOWHERE
-        depths: list[tuple[int, int]] = []
-        spans = [(0, first, len(keys) - 1, holders.get(keys[-1], 0))]
-        while spans:
-            low, at_low, high, at_high = spans.pop()
-            if at_low == at_high:
-                continue
-            if high - low == 1:
-                depths.append((low + 1, at_low & ~at_high))
-                continue
-            middle = (low + high) // 2
-            at_middle = holders.get(keys[middle], 0)
-            spans.append((low, at_low, middle, at_middle))
-            spans.append((middle, at_middle, high, at_high))
-        depths.append((len(keys), holders.get(keys[-1], 0)))
+        everywhere, depth = 0, 0
+        reach: dict[str, int] = {}
+        for run, common in self._tree.path(keys):
+            holds = run.holds
+            if len(holds) == len(self._blocks):
+                least = min([hold.length for hold in holds.values()])
+                everywhere = depth + min(least, common)
+                if least >= common:
+                    depth += common
+                    continue  # nobody is ahead of the others yet
+            for place, hold in holds.items():
+                reach[place] = depth + (hold.length if hold.length < common else common)
+            depth += common
         per_block, most = tokens_per_text_block(request), max(0, request.prompt_tokens - 1)
-        found: dict[str, int] = {}
-        names = self._names
-        common = 0
-        if first == self._all:
-            common = min(depths)[0]
-        for depth, mask in depths:
-            if depth == common:
-                continue
-            tokens = min(int(depth * per_block), most)
-            while mask:
-                bit = mask & -mask
-                found[names[bit]] = tokens
-                mask ^= bit
-        return Residency(min(int(common * per_block), most), found)
+        more = {place: min(int(blocks * per_block), most) for place, blocks in reach.items() if blocks > everywhere}
+        return Residency(min(int(everywhere * per_block), most), more)
 
     def sent(self, place: str, request: RequestView) -> None:
         """The request's prompt goes to ``place`` and will lie there."""
@@ -117,54 +86,30 @@ class ApproximateIndex:
         known = self._tokens_per_block[place]
         self._tokens_per_block[place] = mean = known + 0.05 * (fresh - known) if known else fresh
         held.capacity_blocks = max(1, int(self._kv_tokens[place] / max(mean, 1e-6)))
-        fresh_blocks = held.add(keys)
-        self._total += fresh_blocks
-        bit, holders = self._bits[place], self._holders
-        for position in range(len(keys) - fresh_blocks, len(keys)):
-            others = holders.get(keys[position])
-            if others is None:  # nobody holds it, nor anything after it
-                holders.update(dict.fromkeys(keys[position:], bit))
-                break
-            holders[keys[position]] = others | bit
+        held.add(keys)
 
     def settled(self, place: str) -> None:
         """A prompt sent there was prefilled or called off: only now is room made for it, off the path of a decision."""
         held = self._blocks.get(place)
-        if held is None:
-            return
-        self._total -= held.shrink(held.capacity_blocks)
-        self._settle_gone(place, held)
-        if self._total > self._budget_blocks:
+        if held is not None:
+            held.shrink(held.capacity_blocks)
             self._shrink()
 
     def _shrink(self) -> None:
         # the budget is global: the place that holds most gives first
-        spare = max(1, self._budget_blocks // 16)
-        while self._total > self._budget_blocks:
-            place, held = max(self._blocks.items(), key=lambda item: len(item[1]))
-            self._total -= held.shrink(max(0, len(held) - spare))
-            self._settle_gone(place, held)
-
-    def _settle_gone(self, place: str, held: PrefixLru) -> None:
-        """Evicted blocks have one holder less."""
-        keep, holders = ~self._bits[place], self._holders
-        for key in held.gone or ():
-            left = holders.get(key, 0) & keep
-            if left:
-                holders[key] = left
-            else:
-                holders.pop(key, None)
-        held.gone = []
+        while self.bytes > self._budget_bytes:
+            held = max(self._blocks.values(), key=len)
+            held.shrink(len(held) * 15 // 16)
 
     @property
     def blocks(self) -> int:
-        """Blocks held over all places."""
-        return self._total
+        """Blocks held, summed over the places."""
+        return sum(len(held) for held in self._blocks.values())
 
     @property
     def bytes(self) -> int:
         """Estimated memory, bytes."""
-        return self._total * BYTES_PER_BLOCK
+        return self._tree.bytes
 
 
 def tokens_per_text_block(request: RequestView) -> float:

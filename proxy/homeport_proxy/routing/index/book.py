@@ -5,81 +5,100 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-BYTES_PER_BLOCK = 420
-"""Memory of one block's node in CPython: dictionary slot, key, node, its copies."""
+BYTES_PER_BLOCK = 100
+"""Memory of one block in CPython, rounded up: a dictionary slot and the key, which its successor's entry shares."""
 
 DEVICE_MEDIUMS = frozenset({"GPU", "gpu", "", "device"})
 """Mediums that the engine computes from directly (vLLM says GPU on a CPU too); all others must be loaded first."""
 
-
-class _Node:
-    __slots__ = ("children", "copies", "parent")
-
-    def __init__(self, parent: int | None) -> None:
-        self.parent = parent
-        self.children = 0
-        self.copies: dict[str, int] = {}
+_ONE = {"": 1}
 
 
 class _Group:
-    """Blocks of one KV cache group. ``windowed``: it drops blocks whose successors stay (sliding window, mamba)."""
+    """Blocks of one KV cache group. ``windowed``: it drops blocks whose successors stay (sliding window, mamba).
 
-    __slots__ = ("holes", "nodes", "windowed")
+    Most blocks have one copy, on the device, and one successor: only the others are noted apart.
+    """
+
+    __slots__ = ("_copies", "_last", "_successors", "_tiered", "parents", "windowed")
 
     def __init__(self) -> None:
-        self.nodes: dict[int, _Node] = {}
-        self.holes = 0
+        self.parents: dict[int, int | None] = {}
+        """Each block's predecessor (None: it stands at the root)."""
+        self._copies: dict[int, dict[str, int]] = {}
+        self._successors: dict[int, int] = {}
+        self._last: int | None = None
+        self._tiered = False
         self.windowed = False
 
     def stored(self, hashes: Sequence[int], parent: int | None, medium: str) -> None:
-        nodes = self.nodes
+        medium = "" if medium in DEVICE_MEDIUMS else medium
+        parents = self.parents
+        self._tiered |= bool(medium)
+        if parent == self._last:
+            parent = self._last  # the same number is kept once
         for key in hashes:
-            node = nodes.get(key)
-            if node is None:
-                node = nodes[key] = _Node(parent)
-                node.children = 0
-                above = nodes.get(parent) if parent is not None else None
-                if above is not None:
-                    above.children += 1
-                elif parent is not None:
-                    self.holes += 1
-            # one copy per medium: an engine that stores the same hash twice in a medium holds two blocks
-            node.copies[medium] = node.copies.get(medium, 0) + 1
-            parent = key
+            if key not in parents:
+                parents[key] = parent
+                self._successors[key] = 0
+                if parent is not None:
+                    self._succeeded(parent, 1)
+                if medium:
+                    self._copies[key] = {medium: 1}
+            else:
+                # one copy per medium: an engine that stores the same hash twice in a medium holds two blocks
+                copies = self._copies.setdefault(key, dict(_ONE))
+                copies[medium] = copies.get(medium, 0) + 1
+            parent = self._last = key
 
     def removed(self, hashes: Iterable[int], medium: str) -> None:
-        nodes = self.nodes
+        medium = "" if medium in DEVICE_MEDIUMS else medium
         for key in hashes:
-            node = nodes.get(key)
-            if node is None:
+            if key not in self.parents:
                 continue
-            left = node.copies.get(medium, 0) - 1
-            if left > 0:
-                node.copies[medium] = left
+            copies = self._copies.get(key, _ONE)
+            left = {kind: count - (kind == medium) for kind, count in copies.items() if count > (kind == medium)}
+            if left and left != _ONE:
+                self._copies[key] = left
                 continue
-            node.copies.pop(medium, None)
-            if node.copies:
+            self._copies.pop(key, None)
+            if left:
                 continue
-            del nodes[key]
-            above = nodes.get(node.parent) if node.parent is not None else None
-            if above is not None:
-                above.children -= 1
-            elif node.parent is not None:
-                self.holes -= 1
-            if node.children:
+            parent = self.parents.pop(key)
+            if parent is not None:
+                self._succeeded(parent, -1)
+            if self._successors.pop(key, 1):
                 self.windowed = True
-                self.holes += node.children
+
+    def _succeeded(self, key: int, by: int) -> None:
+        if key not in self.parents:
+            return
+        count = self._successors.pop(key, 1) + by
+        if count != 1:
+            self._successors[key] = count
 
     def contiguous(self, keys: Sequence[int], device_only: bool) -> int:
         """Leading keys held; with ``device_only`` those the engine can use without loading."""
-        nodes = self.nodes
+        parents, copies = self.parents, self._copies
+        if not self.windowed and not self._tiered:
+            return self._closed(keys)
         depth = 0
         for key in keys:
-            node = nodes.get(key)
-            if node is None or (device_only and not DEVICE_MEDIUMS.intersection(node.copies)):
+            if key not in parents or (device_only and "" not in copies.get(key, _ONE)):
                 break
             depth += 1
         return depth
+
+    def _closed(self, keys: Sequence[int]) -> int:
+        """The same where a block is held only with all before it."""
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in self.parents:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +148,10 @@ class BlockBook:
         return Resident(_backed_up(keys, device, windowed), _backed_up(keys, anywhere, windowed))
 
     def __len__(self) -> int:
-        return sum(len(group.nodes) for group in self._groups.values())
+        return sum(len(group.parents) for group in self._groups.values())
 
 
 def _backed_up(keys: Sequence[int], depth: int, windowed: Sequence[_Group]) -> int:
-    while depth and not all(keys[depth - 1] in group.nodes for group in windowed):
+    while depth and not all(keys[depth - 1] in group.parents for group in windowed):
         depth -= 1
     return depth
