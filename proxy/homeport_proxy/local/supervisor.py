@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, Protocol
 
 import yaml
@@ -57,6 +58,7 @@ class Supervisor:
         self.log_dir = log_dir
         self.engines: dict[str, Part] = {}
         self.proxy: Part | None = None
+        self._sockets = TemporaryDirectory(prefix="homeport-")
         log_dir.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -88,7 +90,9 @@ class Supervisor:
         engine = self.planned(name)
         log = self.log_dir / f"{name}.log"
         launch = engine.launch
-        process = ManagedProcess(name, launch.argv, log, env=launch.env, grace_s=ENGINE_GRACE_S)
+        # vLLM never removes the sockets between its own processes
+        env = {"VLLM_RPC_BASE_PATH": self._sockets.name, **launch.env}
+        process = ManagedProcess(name, launch.argv, log, env=env, grace_s=ENGINE_GRACE_S)
         self.engines[name] = Part(name, engine.role, process)
         return self.engines[name]
 
@@ -122,6 +126,7 @@ class Supervisor:
             if self.proxy is not None:
                 stop_all([self.proxy.process])
             stop_all(part.process for part in self.engines.values())
+            self._sockets.cleanup()
         except BaseException:  # a second Ctrl-C: at once, but all of them
             for part in self.parts:
                 part.process.kill()
