@@ -65,14 +65,15 @@ def test_a_warm_session_is_kept_for_a_time_that_can_be_told(kv_capacity_tokens: 
 @pytest.mark.parametrize("learned", [True, False])
 def test_an_overloaded_home_spills_once_and_stays_home(learned: bool) -> None:
     fleet = Fleet(*FOUR, settings=RoutingSettings(late_binding=False))
-    _, home = word(fleet, request("s", 40 if learned else 1))
+    blocks = 40 if learned else 1
+    _, home = word(fleet, request("s", blocks))
     others = [spec_ for spec_ in FOUR if spec_.name != home]
     for other in others:
         fleet.router.set_state(other.name, "down", fleet.now_s)
     blockers = [fleet.start(request(f"big{n}", 1500)) for n in range(4)]
     for other in others:
         fleet.router.set_state(other.name, "up", fleet.now_s)
-    decision = fleet.ask(request("s", 41)).decision
+    decision = fleet.ask(request("s", blocks)).decision
     assert decision is not None
     assert decision.word is Word.SPILL
     assert decision.place != home
