@@ -21,6 +21,7 @@ CAUSES: Mapping[str, str] = {
 
 _SAMPLES = 32
 _ENOUGH_BLOCKS = 8
+_LOW_BITS = (1 << 32) - 1
 
 
 @lru_cache(4096)
@@ -31,14 +32,15 @@ def _positions(blocks: int) -> tuple[int, ...]:
 
 
 class PromptTrace:
-    """A prompt remembered by a few of its chained block keys (64 bits): enough to tell how far the next repeats it."""
+    """A prompt remembered by a few of its chained block keys, 32 bits of each: enough to tell how far the next repeats
+    it (a wrong key passes once in four thousand million)."""
 
     __slots__ = ("_blocks", "_keys", "tokens")
 
     def __init__(self, keys: Sequence[int], tokens: int) -> None:
         self._blocks = len(keys)
         self.tokens = tokens
-        self._keys = array("Q", [keys[position] for position in _positions(self._blocks)])
+        self._keys = array("I", [keys[position] & _LOW_BITS for position in _positions(self._blocks)])
 
     def continued_tokens(self, keys: Sequence[int]) -> int | None:
         """Tokens of a later prompt that continues this one, at this one's tokens per block; None when it does not."""
@@ -54,13 +56,13 @@ class PromptTrace:
             return min(self.tokens, tokens)  # a plain continuation: the unfinished last block is repeated as well
         depth = 0
         for position, key in zip(_positions(self._blocks), self._keys, strict=True):
-            if position >= len(keys) or keys[position] != key:
+            if position >= len(keys) or keys[position] & _LOW_BITS != key:
                 break
             depth = position + 1
         return min(self.tokens * depth // self._blocks, tokens)
 
     def _continued_by(self, keys: Sequence[int]) -> bool:
-        return len(keys) >= self._blocks and keys[self._blocks - 1] == self._keys[-1]
+        return len(keys) >= self._blocks and keys[self._blocks - 1] & _LOW_BITS == self._keys[-1]
 
 
 @dataclass(frozen=True, slots=True)
