@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -220,7 +219,7 @@ class Pipeline:
             refuses = partial(_refuses, exchange=exchange)
             ticket.decision = carried(self.control.fleet, ticket.decision, before, refuses)
         if exchange.identity is not None:
-            exchange.cache = cache_word(before, started_s)
+            exchange.cache = cache_word(before)
         if exchange.home_region_down and ticket.decision is not None and ticket.decision.word is Word.PLACED:
             ticket.decision = replace(ticket.decision, word=Word.FAILOVER)
         exchange.decision = ticket.decision
@@ -423,13 +422,8 @@ def _refuses(prefill: Backend, exchange: Exchange) -> str | None:
     return transfer.refuses(cast("Api", exchange.api), asked)
 
 
-def cache_word(before: SessionView | None, now_s: float) -> str:
-    """``x-homeport-cache``: what a request found when it came. The session's prefix lies warm at its home from each
-    answer on for as long as the home keeps what is not touched, unless it went down or lost its cache since."""
-    if before is None or not before.warm:
+def cache_word(before: SessionView | None) -> str:
+    """``x-homeport-cache``: what a request found when it came, and for how long an answer keeps it there."""
+    if before is None or not before.warm or before.keep_s is None:
         return "cold"
-    if before.keep_s is None or not math.isfinite(before.keep_s):
-        return "warm"
-    if not before.open_requests and now_s - before.last_used_s > before.keep_s:
-        return "cold"
-    return f"warm; keep={max(0, round(before.keep_s))}"
+    return f"warm; keep={round(before.keep_s)}"

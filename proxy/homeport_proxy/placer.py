@@ -106,7 +106,7 @@ class LocalPlacer:
             raise overloaded(f"{len(self._waiting)} requests wait for an engine already; try again shortly")
         shared = self._state.shared and request.kind != "side"
         known = await self._follow(router, request) if shared else None
-        before = router.session(request.session)
+        before = router.session(request.session, self._clock())
         ticket = router.arrive(request, self._clock())
         self._home[ticket] = router
         self._pump(router)
@@ -191,7 +191,8 @@ class LocalPlacer:
 
     async def session(self, session: str) -> SessionView | None:
         """What is known of a session; None when it is unknown."""
-        found = [view for router in self._routers.values() if (view := router.session(session)) is not None]
+        now_s = self._clock()
+        found = [view for router in self._routers.values() if (view := router.session(session, now_s)) is not None]
         return max(found, key=lambda view: view.last_used_s, default=None)
 
     def wake(self) -> None:

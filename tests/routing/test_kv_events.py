@@ -258,6 +258,27 @@ def test_the_router_uses_events_when_prompts_come_in_tokens() -> None:
     assert router.status(0.0).places["d0"].index == "approximate"
 
 
+def test_a_session_is_cold_once_its_engine_dropped_half_of_its_prompt() -> None:
+    fleet = Fleet(spec("d0"))
+    router, keys = fleet.router, chain("s", 20)
+    router.kv_follow("d0")
+    prompt = PrefixKeys(keys, token_blocks={16: keys})
+    router.kv_events("d0", KvBatch(0, 1.0, (BlockStored(tuple(keys), None, 16),)))
+    fleet.ask(request("s", prompt_tokens=330, prefix=prompt))
+
+    def warm(number: int, *dropped: int) -> bool:
+        router.kv_events("d0", KvBatch(number, 2.0, (BlockRemoved(dropped),)))
+        seen = router.session("s", fleet.now_s)
+        assert seen is not None
+        assert (seen.keep_s is not None) is seen.warm
+        return seen.warm
+
+    assert warm(1, *keys[10:])
+    assert not warm(2, *keys[9:10])
+    router.kv_follow("d0", on=False)
+    assert warm(3), "without events nobody knows"
+
+
 def test_a_prompt_on_its_way_counts_as_held() -> None:
     fleet = Fleet(spec("d0"), settings=RoutingSettings(late_binding=False))
     fleet.router.kv_follow("d0")

@@ -60,6 +60,14 @@ def test_a_warm_session_is_kept_for_a_time_that_can_be_told(kv_capacity_tokens: 
     assert seen.warm
     assert seen.keep_s is not None
     assert 0 < seen.keep_s <= 600
+    for later_s, warm in ((seen.keep_s, True), (seen.keep_s + 0.1, False)):
+        later = fleet.router.session("s", seen.last_used_s + later_s)
+        assert later is not None
+        assert (later.warm, later.keep_s) == (warm, seen.keep_s if warm else None)
+    fleet.start(request("s", 31))
+    running = fleet.router.session("s", fleet.now_s + 10_000)
+    assert running is not None
+    assert running.warm, "a request under way keeps it"
 
 
 @pytest.mark.parametrize("learned", [True, False])

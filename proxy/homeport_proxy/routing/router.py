@@ -324,10 +324,13 @@ class Router:
         """The client says that the session is over; False when it is not known."""
         return self._sessions.finish(session)
 
-    def session(self, session: str) -> SessionView | None:
-        """The session as known, or None."""
+    def session(self, session: str, now_s: float | None = None) -> SessionView | None:
+        """The session as known, or None. Without ``now_s`` as it was at its last use."""
         known = self._sessions.get(session)
-        return None if known is None else session_view(known, self._places, self.settings.idle_ttl_s)
+        if known is None:
+            return None
+        at_s = known.last_used_s if now_s is None else now_s
+        return session_view(known, self._places, self._index, self.settings.idle_ttl_s, at_s)
 
     def status(self, now_s: float) -> RouterStatus:
         """The router at a glance."""
@@ -515,6 +518,9 @@ class Router:
         self._settle(session, decision)
         session.unseen = False
         session.last_place = prefiller.spec.name
+        session.halves = {
+            size: blocks[(len(blocks) - 1) // 2] for size, blocks in request.prefix.token_blocks.items() if blocks
+        }
         session.trace = flight.trace = PromptTrace(request.prefix.text_blocks, request.prompt_tokens)
 
     def _settle(self, session: Session, decision: Decision) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from homeport_proxy.routing.causes import PromptTrace
 
@@ -25,6 +26,8 @@ class Session:
     prompt_tokens: int = 0
     context_tokens: int = 0
     trace: PromptTrace | None = None
+    halves: Mapping[int, int] = field(default_factory=dict)
+    """By block size in tokens, the engine's name of the block in the middle of the last prompt, where it is known."""
     last_used_s: float = 0.0
     think_s: float | None = None
     dearer_times: int = 0

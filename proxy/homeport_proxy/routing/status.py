@@ -14,6 +14,8 @@ from homeport_proxy.routing.views import IndexState, PlaceStatus, RouterStatus, 
 
 _BUSY = 0.8
 _SLACK = 0.4
+_EVENTS_S = 1.0
+"""KV events have arrived this long after the answer that they belong to."""
 
 
 def router_status(
@@ -69,11 +71,20 @@ def _place(name: str, place: Place, sessions: SessionTable, queues: VirtualQueue
     )
 
 
-def session_view(session: Session, places: Mapping[str, Place], idle_ttl_s: float) -> SessionView:
-    """A session for the admin API and the cache header. Nobody keeps a prefix past ``idle_ttl_s``: then the session
-    itself is forgotten."""
+def session_view(
+    session: Session, places: Mapping[str, Place], index: Index, idle_ttl_s: float, now_s: float
+) -> SessionView:
+    """A session for the admin API and the cache header. Warm: its home has neither been down nor lost its cache since,
+    still holds the first half of its last prompt as far as events tell, and was not left alone for longer than what is
+    not touched stays there. Nobody keeps a prefix past ``idle_ttl_s``: then the session itself is forgotten."""
     home = places.get(session.home) if session.home is not None else None
-    warm = home is not None and home.state != "down" and home.cold_since_s < session.last_used_s
+    keep_s = None
+    if home is not None and home.state != "down" and home.cold_since_s < session.last_used_s:
+        keep_s = min(home.turnover_s() or idle_ttl_s, idle_ttl_s)
+    idle_s = 0.0 if session.open_requests else now_s - session.last_used_s
+    warm = home is not None and keep_s is not None and idle_s <= keep_s
+    if warm and home is not None and idle_s > _EVENTS_S:
+        warm = not index.lost(home.spec.name, session.halves)
     return SessionView(
         session=session.name,
         home=session.home,
@@ -83,7 +94,7 @@ def session_view(session: Session, places: Mapping[str, Place], idle_ttl_s: floa
         last_used_s=session.last_used_s,
         moves=session.moves,
         warm=warm,
-        keep_s=min(home.turnover_s() or idle_ttl_s, idle_ttl_s) if warm and home is not None else None,
+        keep_s=keep_s if warm else None,
     )
 
 

@@ -37,6 +37,9 @@ class OracleIndex:
         """The same for every engine."""
         return Residency(0, {place: self.cached_tokens(place, request) for place in self._engines})
 
+    def lost(self, place: str, blocks: Mapping[int, int]) -> bool:
+        return False
+
     def host_tokens(self, place: str, request: RequestView) -> int:
         """The simulated engines have one tier."""
         return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from homeport_engines.vllm.kv import KvBatch
 from homeport_proxy.routing.index.approximate import ApproximateIndex
@@ -81,6 +81,11 @@ class PrefixIndex:
             if self._keys(place, request) is not None
         }
         return Residency(found.everywhere, {**found.more, **exact})
+
+    def lost(self, place: str, blocks: Mapping[int, int]) -> bool:
+        """Whether a block, named by block size in tokens, is known to lie at ``place`` no more."""
+        block = blocks.get(self._exact.block_tokens(place) or 0)
+        return block is not None and self._exact.lost(place, block)
 
     def host_tokens(self, place: str, request: RequestView) -> int:
         """Further tokens that lie in a tier to load from."""

@@ -68,6 +68,11 @@ class ExactIndex:
             return found
         return Resident(coming, max(coming, found.any_blocks))
 
+    def lost(self, place: str, block: int) -> bool:
+        """Whether the place's events, all of them heard, say that it does not hold a block."""
+        held = self._held.get(place)
+        return held is not None and held.stream.state == "whole" and not held.book.resident([block]).any_blocks
+
     def sent(self, place: str, key: int, keys: Sequence[int]) -> None:
         """A prompt with these block hashes is on its way to ``place`` under ``key``."""
         held = self._held.get(place)
