@@ -42,7 +42,7 @@ from homeport_proxy.region import RegionView
 from homeport_proxy.routing.decisions import dump as dump_decision
 from homeport_proxy.routing.router import Router
 from homeport_proxy.routing.views import DecisionRecord, PlaceStatus, RouterStatus, RoutingSettings, State
-from homeport_proxy.state import Alone, Load, RedisState
+from homeport_proxy.state import Alone, Drain, Load, RedisState
 from homeport_proxy.state import State as StateStore
 
 log = logging.getLogger(__name__)
@@ -231,23 +231,23 @@ class Control:
                     decode_tokens=one.decode_tokens,
                 )
 
-    def own_drains(self) -> dict[str, float]:
+    def own_drains(self) -> dict[str, Drain]:
         now_s, now_unix_s = self._clock(), time.time()
         drained = {
-            member.name: now_unix_s + member.draining_until_s - now_s
+            member.name: Drain(now_unix_s + member.draining_until_s - now_s, member.carry)
             for member in self.fleet.members.values()
             if member.draining_until_s is not None
         }
-        return drained | dict.fromkeys(self.regions.draining, now_unix_s)
+        return drained | dict.fromkeys(self.regions.draining, Drain(now_unix_s))
 
-    def follow_drains(self, drains: Mapping[str, float]) -> None:
+    def follow_drains(self, drains: Mapping[str, Drain]) -> None:
         now_unix_s = time.time()
         own = self.own_drains()
         for name in own.keys() - drains.keys():
             self._set_drain(name, None)
-        for name, until_unix_s in drains.items():
-            if name not in own:
-                self._set_drain(name, max(0.0, until_unix_s - now_unix_s))
+        for name, drain in drains.items():
+            if name not in own or own[name].carry != drain.carry:
+                self._set_drain(name, max(0.0, drain.until_unix_s - now_unix_s), drain.carry)
 
     # what is known
 

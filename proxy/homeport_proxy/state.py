@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 import redis.asyncio as redis_client
 from redis.exceptions import RedisError
@@ -50,6 +50,13 @@ class Load:
         )
 
 
+class Drain(NamedTuple):
+    """A drained backend or region: its deadline in Unix seconds, and whether sessions take their KV along."""
+
+    until_unix_s: float
+    carry: bool = False
+
+
 class Shared(Protocol):
     """What the control plane offers to what is shared: its own load and drains, and ears for the others'."""
 
@@ -57,10 +64,10 @@ class Shared(Protocol):
 
     def foreign_load(self, load: Mapping[str, Load]) -> None: ...
 
-    def own_drains(self) -> Mapping[str, float]:
-        """Drained backends and regions with their deadlines in Unix seconds."""
+    def own_drains(self) -> Mapping[str, Drain]:
+        """Drained backends and regions by name."""
 
-    def follow_drains(self, drains: Mapping[str, float]) -> None: ...
+    def follow_drains(self, drains: Mapping[str, Drain]) -> None: ...
 
 
 class State(Protocol):
@@ -261,7 +268,7 @@ class RedisState:
         if not self._drains_dirty:
             control.follow_drains(drains)
 
-    async def _exchange(self, control: Shared, *, publish_drains: bool) -> tuple[dict[str, Load], dict[str, float]]:
+    async def _exchange(self, control: Shared, *, publish_drains: bool) -> tuple[dict[str, Load], dict[str, Drain]]:
         load = {name: [own.requests, own.prefill_tokens, own.decode_tokens] for name, own in control.own_load().items()}
         now_s = time.time()
         pipe = self._redis.pipeline(transaction=False)
@@ -281,7 +288,7 @@ class RedisState:
             drains = control.own_drains()
             pipe.delete(f"{self._key}drains")
             if drains:
-                pipe.hset(f"{self._key}drains", mapping={name: str(until) for name, until in drains.items()})
+                pipe.hset(f"{self._key}drains", mapping={name: json.dumps(drain) for name, drain in drains.items()})
         await pipe.execute()
         names = await self._redis.zrangebyscore(f"{self._key}proxies", now_s - LIVE_S, "+inf")
         keys = [f"{self._key}load:{name!s}" for name in names if name != self._me]
@@ -291,7 +298,7 @@ class RedisState:
         for text in answers:
             for place, counts in (json.loads(text) if text else {}).items():
                 total[place] = total.get(place, Load()) + Load(*counts)
-        return total, {name: float(until) for name, until in found.items()}
+        return total, {name: Drain(*json.loads(text)) for name, text in found.items()}
 
     async def _leave(self, client: redis_client.Redis) -> None:
         await client.delete(f"{self._key}load:{self._me}")

@@ -183,7 +183,9 @@ async def judge(fleet: Harbour, row: Row, reply: Reply, outcome: str, home: str,
         assert sum(served_now.values()) <= 1, "asked again where the engine may have generated"
     await afterwards(fleet, ok=outcome in ("other", "itself", "answered"))
     orphans = sum(engine.books.orphans for engine in fleet.engines.values())
-    assert orphans <= int(may_orphan(row)), "KV was left pinned until its lease ended"
+    # on a busy machine a prefill may miss its short deadline here: its answer is lost then, too
+    late = "no token within" in reply.headers.get("x-homeport-reason", "")
+    assert orphans <= int(may_orphan(row) or late), "KV was left pinned until its lease ended"
 
 
 def may_orphan(row: Row) -> bool:

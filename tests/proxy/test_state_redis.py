@@ -95,6 +95,10 @@ async def test_drains_and_their_end_reach_every_proxy(tmp_path: Path) -> None:
         await until(lambda: two.health.state(two.fleet.members["b1"]) == "draining")
         async with proxies(1, redis) as (late,):
             assert late.health.state(late.fleet.members["b1"]) == "draining"
+        assert one.drain("b1", 60, carry=True)
+        await until(lambda: two.fleet.members["b1"].carry)
+        assert one.drain("b1", 60)
+        await until(lambda: not two.fleet.members["b1"].carry)
         assert two.undrain("b1")
         await until(lambda: one.health.state(one.fleet.members["b1"]) == "up")
 
