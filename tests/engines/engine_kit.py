@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import zmq
+
 from homeport_engines.base import EngineStats
 from homeport_engines.vllm import telemetry
+from homeport_engines.vllm.kv import BlockStored, decode_batch
 from homeport_proxy.commands import up
 from homeport_proxy.local.display import PlainDisplay
 from homeport_proxy.local.supervisor import Supervisor
@@ -81,6 +84,21 @@ class Pair:
         with urllib.request.urlopen(request, timeout=120) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
+
+    def stored_blocks(self, engine: str) -> set[int]:
+        """Names of the blocks that the engine said it stored since its start, by its own replay socket."""
+        with urllib.request.urlopen(f"{self.url(engine)}/kv_event_sources", timeout=30) as answer:
+            source = json.load(answer)["0"]
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVTIMEO, 10_000)
+            socket.connect(source["replay_endpoint"])
+            socket.send_multipart([b"", (0).to_bytes(8, "big")])
+            batches = []
+            while int.from_bytes((frames := socket.recv_multipart())[-2], "big", signed=True) >= 0:
+                batches.append(decode_batch(0, frames[-1]))
+        events = [event for batch in batches for event in batch.events if isinstance(event, BlockStored)]
+        return {name for event in events for name in event.hashes}
 
     def status(self) -> dict[str, dict[str, Any]]:
         """The proxy's view of each engine, by name."""

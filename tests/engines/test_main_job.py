@@ -14,6 +14,7 @@ from openai import OpenAI
 import homeport
 from engines.conftest import CLIENT_KEY
 from engines.engine_kit import BLOCK_TOKENS, Pair, fresh_text, until
+from homeport_engines.vllm.kv import block_hashes
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -93,6 +94,29 @@ def test_second_turn_finds_the_first_and_the_books_agree(pair: Pair, client: Ope
         report = session.report()
     assert report.cached_tokens == cached_by_engines
     assert report.input_tokens == sum(prompts)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+def test_the_index_follows_the_engines_own_events(pair: Pair, path: str) -> None:
+    """What is expected cached is what the engine finds; the blocks are named as it names them."""
+    ask(pair, messages(220), tokens=2)  # an engine's first blocks tell how large they are
+    said = messages(260)
+    sent = {"model": pair.model, "messages": said, "max_tokens": 2, "temperature": 0}
+    headers = {"x-session-id": f"indexed {path}", "authorization": f"Bearer {CLIENT_KEY}"}
+    for turn in range(2):
+        answer = httpx.post(pair.base_url + path, json=sent, headers=headers, timeout=180)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        cached = usage.get("cache_read_input_tokens", (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
+        assert int(answer.headers["x-homeport-expected-cached-tokens"]) == cached
+        assert (cached >= 2 * BLOCK_TOKENS) is bool(turn)
+        sent["messages"] = [*said, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Why?"}]
+    assert {name: (shown["index"], shown["notes"]) for name, shown in pair.status().items()} == dict.fromkeys(
+        ("p0", "d0"), ("exact", [])
+    )
+    for name in ("p0", "d0"):
+        tokens = pair.ask_engine(name, "/tokenize", {"model": pair.model, "messages": said})["tokens"]
+        assert set(block_hashes(tokens, BLOCK_TOKENS)) <= pair.stored_blocks(name)
 
 
 def test_a_short_second_turn_stays_at_home_a_long_one_is_prefilled_apart(pair: Pair) -> None:
