@@ -20,11 +20,11 @@ MAX_HEADER_BYTES = 64 * 1024
 
 
 class _OurFaults(logging.Filter):
-    """What is no HTTP is the client's doing: aiohttp answers 400, and the log needs no traceback of it."""
+    """What is no HTTP is the client's doing: it was answered with 400, and the log needs no traceback of it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, HttpProcessingError)
+        return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 _log = logging.getLogger(__name__)

@@ -318,7 +318,7 @@ def answer_error(exchange: Exchange, down: Downstream, error: ProxyError) -> Non
     status, headers, body = render(error, exchange.api, exchange.request_id)
     exchange.status = status
     headers.update(of_exchange(exchange))
-    if error.status == 413:
+    if error.status in (408, 413, 501):  # the rest of its body is not worth waiting for
         down.keep_alive = False
     pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
     down.whole(status, pairs, body)

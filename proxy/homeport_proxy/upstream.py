@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httptools
 
 IDLE_S = 4.0
+MAX_HEAD_BYTES = 1024 * 1024
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
@@ -110,6 +111,7 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
         self._reason = b""
+        self._head_bytes = 0
         self._answered = False
         self._headed = False
         self._until_close = False
@@ -137,6 +139,10 @@ class Connection(asyncio.Protocol):
         self.last_byte_s = self._loop.time()
         try:
             self._parser.feed_data(data)
+            if not self._headed:
+                self._head_bytes += len(data)
+                if self._head_bytes > MAX_HEAD_BYTES:
+                    self._fail("the head of the engine's answer does not end")
             if self._pieces:
                 self._deliver()
         except httptools.HttpParserUpgrade:
@@ -163,6 +169,8 @@ class Connection(asyncio.Protocol):
         self._reason += status
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._headed:
+            return  # a trailer: nobody here has asked for any
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -220,6 +228,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._head_only = head_only
         self._headers, self._reason, self._pieces = [], b"", []
+        self._head_bytes = 0
         self._answered = self._headed = self._until_close = self._reusable = False
         self.served += 1
         self.last_byte_s = self._loop.time()

@@ -173,6 +173,7 @@ RAW: list[Any] = [
     b"GET http://other.example/v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
     b"CONNECT other.example:443 HTTP/1.1\r\nHost: x\r\n\r\n",
     b"GET /v1/models\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot gzip!",
 ]
 
 

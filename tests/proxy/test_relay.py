@@ -268,6 +268,37 @@ async def test_every_framing_of_an_answer(framing: str, version: str) -> None:
     await engine.stop()
 
 
+async def test_trailers_of_an_engine_go_no_further() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head + in_chunk(b"{}") + b"0\r\nx-late: 1\r\ncontent-type: text/html\r\n\r\n")
+        await writer.drain()
+
+    engine = await RawEngine(answer).start()
+    async with proxy_for(backends(engine)) as (url, _):
+        raw = await read_raw(url, raw_post(json.dumps(BODY).encode()))
+    assert b"\r\n\r\n{}" in raw
+    assert b"x-late" not in raw
+    assert raw.count(b"content-type") == 1
+    await engine.stop()
+
+
+@pytest.mark.parametrize("what", [b"x-a: b\r\n", b"y" * 1000, b"HTTP/1.1 102 Processing\r\n\r\n"])
+async def test_a_head_that_never_ends_is_given_up(what: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: int) -> None:
+        writer.write(b"" if what.startswith(b"HTTP") else b"HTTP/1.1 200 OK\r\nx-first: " + what)
+        while not writer.is_closing():
+            writer.write(what * 1000)
+            await writer.drain()
+
+    engine = await RawEngine(answer).start()
+    async with proxy_for(backends(engine)) as (url, proxy):
+        raw = await read_raw(url, raw_post(json.dumps(BODY).encode()))
+        assert raw.startswith(b"HTTP/1.1 502")
+        assert idle(proxy)
+    await engine.stop()
+
+
 async def test_a_compressed_answer_is_read_and_passed_plain() -> None:
     packed = gzip.compress(json.dumps({"id": "1", "choices": [], "usage": USAGE, "kv_transfer_params": None}).encode())
 
@@ -294,8 +325,11 @@ async def test_a_ten_megabyte_event_passes() -> None:
     await engine.stop()
 
 
-@pytest.mark.parametrize("kind", ["chunked upload", "expect", "expect unmet", "too large", "too large chunked"])
-async def test_uploads(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["chunked upload", "expect", "expect unmet", "too large", "too large chunked", "stalled", "gzip chunked"]
+)
+async def test_uploads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("homeport_proxy.intake.IDLE_S", 0.1)
     engine = await ScriptedEngine(chat).start()
     body = json.dumps(BODY | {"pad": "z" * 3000}).encode()
     limit = 2000 if kind.startswith("too large") else 100_000
@@ -304,7 +338,10 @@ async def test_uploads(kind: str) -> None:
             head = (
                 f"POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
             )
+            head = head.replace(b"chunked\r\n", b"gzip, chunked\r\n") if kind == "gzip chunked" else head
             request = head + b"".join(in_chunk(body[i : i + 700]) for i in range(0, len(body), 700)) + b"0\r\n\r\n"
+        elif kind == "stalled":
+            request = raw_post(body)[:-10]
         elif kind == "expect":
             request = raw_post(body, "1.1", PATH, "Expect: 100-continue")
         elif kind == "expect unmet":
@@ -315,6 +352,10 @@ async def test_uploads(kind: str) -> None:
     if kind.startswith("too large"):
         assert raw.startswith(b"HTTP/1.1 413")
         assert b'"code":"request_too_large"' in raw
+        assert not engine.seen
+    elif kind in ("stalled", "gzip chunked"):
+        assert raw.startswith(b"HTTP/1.1 408" if kind == "stalled" else b"HTTP/1.1 501")
+        assert b'"code":"invalid_request"' in raw
         assert not engine.seen
     elif kind == "expect unmet":
         assert raw.startswith(b"HTTP/1.1 417")
