@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from homeport_proxy.limits import Limits, Refusal, TenantLimit
 
 log = logging.getLogger(__name__)
 
+_ANYBODY = Caller()
+_NO_LIMITS: AbstractAsyncContextManager[None] = nullcontext()
 _HASH_LINE = re.compile(r"^(?:sha256:)?([0-9a-fA-F]{64})(?:\s.*)?$")
 
 
@@ -127,21 +129,21 @@ class Admission:
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Who sends this request. Raises ProxyError 401 when tenants are configured and the key is nobody's."""
-        if self.open:
-            return Caller()
+        if not self._tenants:
+            return _ANYBODY
         name = self._ring.owner(key_in(headers))
         if name is None:
             raise invalid_api_key()
         tenant = self._tenants[name]
         return Caller(name=name, weight=tenant.weight, cache_salt=cache_salt(tenant))
 
-    @asynccontextmanager
-    async def enter(self, exchange: Exchange) -> AsyncIterator[None]:
+    def enter(self, exchange: Exchange) -> AbstractAsyncContextManager[None]:
         """Hold a place within the caller's limits for the whole request. Raises ProxyError 429, at once."""
         tenant = self._tenants.get(exchange.tenant)
-        if tenant is None:
-            yield
-            return
+        return _NO_LIMITS if tenant is None else self._hold(exchange, tenant)
+
+    @asynccontextmanager
+    async def _hold(self, exchange: Exchange, tenant: Tenant) -> AsyncIterator[None]:
         limit = TenantLimit(tenant.max_concurrent, tenant.tokens_per_minute)
         taken = exchange.prompt_tokens_estimate
         take = asyncio.ensure_future(self._limits.take(tenant.name, taken, limit))

@@ -123,8 +123,9 @@ class Health:
 
     def sent(self, place: str, part: Part) -> None:
         """A leg was sent to a place. Every call is followed by one of ``ended``."""
-        if (member := self.fleet.member(place)) is not None:
-            self._leg(member, part).sent(self._clock())
+        member = self.fleet.member(place)
+        if member is not None and (leg := self._leg(member, part)).open_until_s is not None:  # closed: nothing to note
+            leg.sent(self._clock())
             self.refresh([member])
 
     def ended(self, place: str, part: Part, result: Result, *, retry_after_s: float | None = None) -> None:
@@ -137,6 +138,10 @@ class Health:
             return
         now_s = self._clock()
         leg = self._leg(member, part)
+        if result is Result.SUCCESS and leg.open_until_s is None and self._well(member):  # nearly always: no state can change by it
+            leg.ended(result, now_s)
+            member.last_success_s = now_s
+            return
         leg.ended(result, now_s)
         if result is Result.SUCCESS:
             self._recover(member, now_s)
@@ -274,6 +279,9 @@ class Health:
                 self._on_stats(place, found)
 
     # helpers
+
+    def _well(self, member: Member) -> bool:
+        return not member.refused and not member.failed_probes and self._told.get(member.name) == "up"
 
     def _recover(self, member: Member, now_s: float) -> bool:
         was_down = self._unreachable(member, now_s)

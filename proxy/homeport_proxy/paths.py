@@ -6,6 +6,7 @@ import fnmatch
 import posixpath
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from urllib.parse import quote, unquote_to_bytes, urlsplit
 
 _PLAIN = re.compile(r"(?:/[A-Za-z0-9_:@-][A-Za-z0-9_:@.-]*)+")
@@ -31,10 +32,16 @@ def normalise(path: str) -> str:
 
 def on_the_wire(path: str) -> str:
     """A normalised path as it is sent to an engine."""
-    return quote(path, safe=_SAFE)
+    return path if _PLAIN.fullmatch(path) else quote(path, safe=_SAFE)
 
 
 def denied(path: str, patterns: Iterable[str]) -> bool:
     """Whether a normalised path below ``/v1/`` matches a pattern of the deny-list."""
-    below = path.removeprefix("/v1/")
-    return any(fnmatch.fnmatchcase(below, pattern) for pattern in patterns)
+    rule = _any_of(tuple(patterns))
+    return rule is not None and rule.match(path.removeprefix("/v1/")) is not None
+
+
+@lru_cache(maxsize=16)
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
+    """One rule for all patterns: asked for every request."""
+    return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns)) if patterns else None
