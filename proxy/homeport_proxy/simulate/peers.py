@@ -5,9 +5,11 @@ Their knobs are module constants or fields, so that the benchmark can tune them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from random import Random
+from statistics import fmean, pstdev
 
 from homeport_proxy.routing.cost import prefill_s
 from homeport_proxy.routing.policies import Choice, Policy
@@ -154,6 +156,58 @@ class Chwbl:
 
 
 @dataclass(frozen=True, slots=True)
+class AIBrix:
+    """AIBrix: of the places with at most ``mean + spread * sigma`` running requests the longest match; none: fewest."""
+
+    spread: float = 1.0
+
+    def __call__(
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+    ) -> Choice:
+        places = hosts(places)
+        counts = [place.requests for place in places]
+        limit = fmean(counts) + self.spread * pstdev(counts)
+        warm = [place for place in places if place.requests <= limit and place.cached_tokens]
+        if not warm:
+            return Choice(_fewest(places, rng))
+        return Choice(max(warm, key=lambda place: (place.cached_tokens or 0, -place.requests)))
+
+
+@dataclass(frozen=True, slots=True)
+class PowerOfTwo:
+    """The one of two drawn places that has fewer requests in flight."""
+
+    def __call__(
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+    ) -> Choice:
+        places = hosts(places)
+        return Choice(_fewest(rng.sample(places, min(2, len(places))), rng))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRing:
+    """Each session at its hash's place, whatever the load there."""
+
+    def __call__(
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+    ) -> Choice:
+        return Choice(max(hosts(places), key=lambda place: rank(request.session, place.name)))
+
+
+@dataclass(slots=True)
+class Turns:
+    """Round robin: one place after the other."""
+
+    turn: Iterator[int] = field(default_factory=count)
+
+    def __call__(
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+    ) -> Choice:
+        places = hosts(places)
+        return Choice(places[next(self.turn) % len(places)])
+
+
+@dataclass(frozen=True, slots=True)
 class LeastRequests:
     """Fewest requests in flight; ties at random. What an open-loop trace's load is calibrated with."""
 
@@ -175,6 +229,10 @@ PEERS: dict[str, Callable[[], Policy]] = {
     "dynamo": Dynamo,
     "preble": Preble,
     "chwbl": Chwbl,
+    "aibrix": AIBrix,
+    "power-of-two": PowerOfTwo,
+    "session-ring": SessionRing,
+    "turns": Turns,
     "least-requests": LeastRequests,
 }
 """Peers' rules by the name `homeport replay --policy` takes."""
