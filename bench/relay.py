@@ -1,6 +1,6 @@
-"""CPU the proxy spends per request and per stream chunk, beside a plain aiohttp proxy in the same run.
+"""CPU the proxy spends per request and per stream chunk, beside a plain aiohttp proxy and others in the same run.
 
-    python -m bench.relay [--seconds 3] [--rounds 2] [--json]
+    python -m bench.relay [--peers vllm-router litellm nginx] [--seconds 3] [--rounds 2] [--json]
 
 A stub engine (asyncio protocols, no HTTP library), the proxies and the client are processes of their own; what counts
 is the CPU time of the proxy's process divided by what it served, so the figures hold on a busy machine too. Compare
@@ -13,15 +13,19 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import re
 import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import psutil
+
+from bench.peers import PEERS, Peer, free_port
 
 SIZES_KB = (1, 100, 400)
 CHUNKS = 200
@@ -35,6 +39,7 @@ _ANSWER = json.dumps(
         "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10},
     }
 ).encode()
+_STREAMED = re.compile(rb'"stream": ?true')
 _FRAME = b'data: {"id":"c","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"tok"}}]}\n\n'
 _USAGE = b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":9,"completion_tokens":200,"total_tokens":209}}\n\n'
 
@@ -65,7 +70,7 @@ class StubEngine(asyncio.Protocol):
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"get"):
             return self._whole(b'{"object":"list","data":[{"id":"m","max_model_len":1000000}]}')
-        if b'"stream": true' not in body[-200:] and b'"stream":true' not in body[-200:]:
+        if not _STREAMED.search(body):  # anywhere: some proxies write the body anew, in another order
             return self._whole(_ANSWER)
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -175,14 +180,15 @@ def request_bytes(kilobytes: int, *, stream: bool, session: int = 0) -> bytes:
     return head.encode() + body
 
 
-async def read_answer(reader: asyncio.StreamReader) -> None:
-    """One answer of either framing."""
+async def read_answer(reader: asyncio.StreamReader) -> bytes:
+    """One answer of either framing. Raises SystemExit when it is a refusal."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    if not head.startswith(b"http/1.1 200"):
+        raise SystemExit(f"a proxy under test answered {head[9:40]!r}")
     if b"transfer-encoding: chunked" in head:
-        await reader.readuntil(b"\r\n0\r\n\r\n")
-        return
+        return await reader.readuntil(b"\r\n0\r\n\r\n")
     mark = head.find(b"content-length:")
-    await reader.readexactly(int(head[mark + 15 :].split(b"\r\n", 1)[0]))
+    return await reader.readexactly(int(head[mark + 15 :].split(b"\r\n", 1)[0]))
 
 
 async def asked(port: int, request: bytes, seconds: float, connections: int = 8) -> int:
@@ -207,74 +213,102 @@ async def streamed(port: int) -> int:
     """Chunks relayed by ``STREAMS`` streams at once."""
     request = request_bytes(1, stream=True)
 
-    async def one() -> None:
+    async def one() -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
         writer.write(request)
-        await read_answer(reader)
+        frames = (await read_answer(reader)).count(b"data: {")
         writer.close()
+        return frames
 
-    await asyncio.gather(*(one() for _ in range(STREAMS)))
-    return STREAMS * CHUNKS
+    return sum(await asyncio.gather(*(one() for _ in range(STREAMS))))
+
+
+class Process(Protocol):
+    """A started process."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+Start = Callable[[int, int], Process]
+"""From the port to listen on and the engine's port to the proxy's process."""
+
+
+def spawned(target: Callable[[int, int], None]) -> Start:
+    """A function of this module in a process of its own."""
+
+    def start(port: int, engine: int) -> Process:
+        process = multiprocessing.get_context("spawn").Process(target=target, args=(port, engine), daemon=True)
+        process.start()
+        return process
+
+    return start
 
 
 class Contender:
     """One proxy's process and its figures: CPU in ms per request by body size, in us per chunk, memory in MB."""
 
-    def __init__(self, name: str, target: Callable[[int, int], None], engine: int) -> None:
+    def __init__(self, name: str, start: Start, engine: int) -> None:
         self.name = name
         self.port = free_port()
-        self.process = multiprocessing.get_context("spawn").Process(
-            target=target, args=(self.port, engine), daemon=True
-        )
-        self.process.start()
-        wait_for(self.port)
+        self.process = start(self.port, engine)
         self._usage = psutil.Process(self.process.pid)
         self.figures: dict[str, list[float]] = {}
 
+    def wait(self) -> None:
+        """Until it listens."""
+        wait_for(self.port, alive=lambda: self._usage.status() != psutil.STATUS_ZOMBIE, name=self.name)
+
     def measure(self, name: str, work: Callable[[], int], unit: float) -> None:
         """CPU of the process while ``work`` runs, per item, times ``unit``."""
-        before = self._usage.cpu_times()
+        before_s = self._cpu_s()
         count = work()
-        after = self._usage.cpu_times()
-        spent = after.user + after.system - before.user - before.system
-        self.figures.setdefault(name, []).append(spent / max(1, count) * unit)
+        self.figures.setdefault(name, []).append((self._cpu_s() - before_s) / max(1, count) * unit)
+
+    def _cpu_s(self) -> float:
+        times = [process.cpu_times() for process in (self._usage, *self._usage.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
 
     def stop(self) -> None:
         """End the process."""
         self.process.terminate()
-        self.process.join(5)
+        try:
+            self._usage.wait(5)
+        except psutil.TimeoutExpired:
+            self.process.kill()
 
 
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def wait_for(port: int, limit_s: float = 30.0) -> None:
-    """Until somebody listens there."""
+def wait_for(
+    port: int, limit_s: float = 240.0, alive: Callable[[], bool] = lambda: True, name: str = "the engine"
+) -> None:
+    """Until somebody listens there. Raises SystemExit when it ended or takes too long."""
     end = time.monotonic() + limit_s
-    while time.monotonic() < end:
+    while time.monotonic() < end and alive():
         try:
             socket.create_connection(("127.0.0.1", port), 0.5).close()
             return
         except OSError:
             time.sleep(0.05)
-    raise SystemExit(f"nothing listens on port {port} after {limit_s:g} s")
+    raise SystemExit(f"{name} does not listen on port {port}" + ("" if alive() else ": it ended"))
 
 
-def run(seconds: float, rounds: int) -> dict[str, dict[str, float]]:
+def run(seconds: float, rounds: int, peers: Sequence[Peer] = ()) -> dict[str, dict[str, float]]:
     """All figures, interleaved round by round: {contender: {figure: median}}."""
     engine_port = free_port()
     engine = multiprocessing.get_context("spawn").Process(target=engine_process, args=(engine_port,), daemon=True)
     engine.start()
     wait_for(engine_port)
-    contenders = [
-        Contender("homeport", homeport_process, engine_port),
-        Contender("plain aiohttp", plain_process, engine_port),
-    ]
+    starts = {"homeport": spawned(homeport_process), "plain aiohttp": spawned(plain_process)}
+    starts |= {peer.title: peer.start for peer in peers}
+    contenders: list[Contender] = []
     try:
+        contenders += [Contender(name, start, engine_port) for name, start in starts.items()]
+        for contender in contenders:
+            contender.wait()
         for round_number in range(rounds):
             for contender in contenders:
                 for size in SIZES_KB:
@@ -298,17 +332,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=3.0, help="load per figure and round")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), default=[], help="other proxies to measure")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    figures = run(args.seconds, args.rounds)
+    figures = run(args.seconds, args.rounds, [PEERS[name] for name in args.peers])
     if args.json:
         print(json.dumps(figures))
         return 0
     names = list(figures)
-    print(f"{'CPU':28}" + "".join(f"{name:>16}" for name in names) + f"{'ratio':>10}")
+    print(f"{'CPU (homeport over each)':28}" + "".join(f"{name:>24}" for name in names))
     for figure in figures[names[0]]:
+        own = figures[names[0]][figure]
         values = [figures[name][figure] for name in names]
-        print(f"{figure:28}" + "".join(f"{value:16.3f}" for value in values) + f"{values[0] / values[1]:10.2f}")
+        print(f"{figure:28}" + "".join(f"{f'{value:.3f} ({own / value:.2f}x)':>24}" for value in values))
     return 0
 
 
