@@ -559,6 +559,8 @@ def parse(text: str, *, base: Path | None = None, env: Mapping[str, str] | None 
         data = yaml.load(text, StrictLoader)
     except yaml.YAMLError as error:
         raise ConfigError([yaml_fault(error)]) from None
+    except RecursionError:
+        raise ConfigError(["not YAML of ours: it is nested too deeply"]) from None
     if not isinstance(data, dict):
         raise ConfigError(["the file must be a mapping of sections; at least `regions` is needed"])
     errors: list[str] = []

@@ -140,7 +140,7 @@ class Discoverer:
 def _in_file(path: Path) -> list[Backend]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise DiscoveryError(f"{path}: {str(error).splitlines()[0]}") from None
     listed = data.get("backends") if isinstance(data, dict) else data
     if not isinstance(listed, list):
@@ -208,7 +208,16 @@ async def _in_kubernetes(source: KubernetesDiscovery) -> dict[str, str]:
                 if not following:
                     return found
                 params["continue"] = following
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError, AttributeError, TypeError, KeyError) as error:
+    except (
+        aiohttp.ClientError,
+        OSError,
+        TimeoutError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        KeyError,
+        RecursionError,
+    ) as error:
         raise DiscoveryError(f"the Kubernetes API failed: {type(error).__name__}: {error}") from None
     raise DiscoveryError(f"the Kubernetes API gave more than {MAX_PAGES} pages")
 

@@ -151,7 +151,7 @@ async def _mooncake_ids(pool: Pool, port: int) -> dict[int, str]:
             _, body = await answer.finished()
         entries = msgspec.json.decode(body, type=dict[int, dict[str, msgspec.Raw]])
         return {rank: msgspec.json.decode(entry["engine_id"], type=str) for rank, entry in entries.items()}
-    except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TimeoutError) as error:
+    except (msgspec.DecodeError, KeyError, TimeoutError, RecursionError) as error:
         raise UpstreamError(
             f"the Mooncake bootstrap server gave no engine id: {error}", sent=False, answered=True
         ) from None

@@ -138,7 +138,8 @@ class Health:
             return
         now_s = self._clock()
         leg = self._leg(member, part)
-        if result is Result.SUCCESS and leg.open_until_s is None and self._well(member):  # nearly always: no state can change by it
+        # nearly always: no state can change by it
+        if result is Result.SUCCESS and leg.open_until_s is None and self._well(member):
             leg.ended(result, now_s)
             member.last_success_s = now_s
             return

@@ -289,7 +289,7 @@ def _claude_session(user_id: str) -> str | None:
     if user_id.lstrip().startswith("{"):
         try:
             fields = json.loads(user_id)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         session = fields.get("session_id") if isinstance(fields, dict) else None
         return session if isinstance(session, str) and session else None

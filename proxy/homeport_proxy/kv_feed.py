@@ -107,7 +107,7 @@ class KvFeed:
         sources = await sources_of(member.backend, self._timeout_s)
         places = member.place_names()
         for source in sources:
-            place = places[source.rank] if source.rank < len(places) else None
+            place = places[source.rank] if 0 <= source.rank < len(places) else None
             known = self._following.get(place) if place is not None else None
             if place is None or (known is not None and known.source == source):
                 continue
@@ -174,7 +174,7 @@ async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:
             )
             for rank, entry in by_rank.items()
         ]
-    except (ProbeError, ValueError, KeyError, TypeError, AttributeError):
+    except (ProbeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 

@@ -180,7 +180,7 @@ async def _ask(prober: Prober, backend: Backend) -> Seen:
     if backend.engine == "vllm":
         try:
             version = str(json.loads(await prober.get(backend, "/version"))["version"])
-        except (ProbeError, ValueError, KeyError, TypeError):
+        except (ProbeError, ValueError, KeyError, TypeError, RecursionError):
             version = None
     path = kind(backend.engine).metrics_path
     if path is not None:

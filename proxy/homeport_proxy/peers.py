@@ -264,7 +264,7 @@ class Regions:
                 if answer.status != 200:
                     raise ValueError(f"{peer.url} answers {answer.status} to its peers; check its key")
                 report = msgspec.json.decode(body, type=RegionReport)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, ConfigError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError, ConfigError) as error:
             refused = isinstance(error, aiohttp.ClientConnectorError)
             peer.error = self._why(peer, error)
             self.failed(peer, refused=refused)

@@ -112,7 +112,7 @@ class Prober:
             entries = json.loads(text)["data"]
             names = frozenset(str(entry["id"]) for entry in entries)
             lengths = [entry.get("max_model_len") for entry in entries]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ProbeError("/v1/models is not a list of models") from None
         return Served(names, max((n for n in lengths if isinstance(n, int)), default=None))
 

@@ -107,7 +107,7 @@ class TokenBlocks:
             if status not in _NOT_OFFERED:
                 return tokens
             rest_s = NOT_OFFERED_S
-        except (TimeoutError, UpstreamError, msgspec.DecodeError):
+        except (TimeoutError, UpstreamError, msgspec.DecodeError, RecursionError):
             pass
         self._resting[engine.member.name, job.api.name] = asyncio.get_running_loop().time() + rest_s
         return []

@@ -137,6 +137,7 @@ def test_an_unknown_model_is_none_only_when_models_are_listed() -> None:
         ("[]", "the file must be a mapping of sections; at least `regions` is needed", ""),
         ("a: [1", "line 1, column 6", ""),
         ("a: 1\na: 2", "line 2, column 1", "stands twice"),
+        ("[" * 5000, "not YAML of ours", "nested too deeply"),
     ],
 )
 def test_a_fault_names_its_path_and_the_remedy(text: str, path: str, says: str) -> None:
