@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import resource
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ ROUND = 150
 WARM_UP = 5
 """Rounds until everything that is kept is full."""
 ROUNDS = 4
+SOAK_S = float(os.environ.get("HOMEPORT_SOAK_S", "0"))
+"""Rounds go on for at least this long: 3600 is the hour."""
 
 
 def body_of(dice: random.Random) -> tuple[str, dict[str, Any]]:
@@ -100,6 +103,7 @@ def traced() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("traced")
+@pytest.mark.timeout(SOAK_S + 1800)
 async def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     # the last requests are kept to be asked about: a shorter memory is full sooner
     monkeypatch.setattr(RequestLog.__init__, "__defaults__", (ROUND,))
@@ -111,8 +115,11 @@ async def test_soak(monkeypatch: pytest.MonkeyPatch) -> None:
         await fleet.http.get(fleet.url + "/metrics")
         await asyncio.sleep(5)  # idle connections go after 4 s
         tasks_before, files_before, (bytes_before, before) = tasks(), descriptors(), kept()
-        for _ in range(ROUNDS):
+        until_s, rounds = time.monotonic() + SOAK_S, 0
+        while rounds < ROUNDS or time.monotonic() < until_s:
             await traffic(fleet, dice)
+            rounds += 1
+        print(f"{rounds} rounds of {ROUND} requests")
         with contextlib.suppress(TimeoutError):
             await until(lambda: tasks() <= tasks_before and descriptors() <= files_before, 30)
         assert tasks() <= tasks_before
