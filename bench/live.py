@@ -37,6 +37,7 @@ CLUSTER = Cluster(
     decode=Decode(step_s=0.03),
     sessions=Sessions(spread_s_per_session=2.5),
     chunk_tokens=4096,
+    steps=True,
 )
 
 

@@ -66,6 +66,8 @@ class Cluster(_Section):
     regions: dict[str, Region] = Field(default_factory=dict)
     transfer_tokens_per_s: float = Field(default=400_000, gt=0)
     chunk_tokens: int = Field(default=2048, gt=0)
+    steps: bool = False
+    """Prefill in chunks beside the decode batch, step by step, as vLLM computes; else one prompt after the other."""
     index: Literal["approximate", "exact"] = "approximate"
     session_ids: bool = True
     end_hints: bool = False

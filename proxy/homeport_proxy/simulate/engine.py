@@ -27,6 +27,9 @@ class Job:
     first_token_s: float = 0.0
     host: SimEngine | None = None
     attempt: int = 0
+    computed_tokens: int = 0
+    """Of the prompt, cached ones included (engines that compute in steps)."""
+    decoding: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -54,37 +57,46 @@ class SimEngine:
     told: int = 0
     busy_s: float = 0.0
     """Time spent in prefill since the start."""
+    serial: int = 0
+    """Of what was begun last; an ``end`` that was planned under another one is off."""
     _prefills: deque[tuple[float, float, float]] = field(default_factory=deque)
 
-    def start_prefill(self, now_s: float) -> float | None:
-        """Take the next request into prefill; returns when it will be done, None when there is nothing to do."""
+    def begin(self, now_s: float) -> float | None:
+        """Take up the next work; returns when ``end`` is due, None when there is nothing new to do."""
         if self.running is not None or not self.waiting:
             return None
         job = self.running = self.waiting.popleft()
-        cached = min(self.cache.match(job.call.keys) * self.block_tokens, job.call.prompt_tokens - 1)
-        job.cached_tokens = cached
+        cached = self._find_cached(job)
         if self.shared:
             self.cache.use(job.call.keys)
         uncached = job.call.prompt_tokens - cached
-        work_s = prefill_s(self.rates, uncached, cached)
-        if self.noise:
-            work_s *= 1 + self.noise * self.rng.uniform(-1, 1)
-        self.busy_s += work_s
-        chunks = -(-uncached // self.chunk_tokens)
-        self._prefills.append((now_s, now_s + work_s, work_s / chunks))
+        work_s = self._noisy(prefill_s(self.rates, uncached, cached))
+        self._worked(now_s, work_s, -(-uncached // self.chunk_tokens))
+        self.serial += 1
         return now_s + work_s
 
-    def end_prefill(self) -> Job:
-        """The running prefill is done; its blocks are cached."""
+    def end(self, now_s: float) -> tuple[list[Job], list[Job]]:
+        """What was begun is done: jobs whose prefill ended (their blocks are cached), jobs whose answer ended."""
         job = self.running
         if job is None:
             raise RuntimeError("no prefill is running")
         self.running = None
         self._use(job.call.keys)
-        return job
+        return [job], []
 
-    def start_decode(self, job: Job, now_s: float) -> float:
-        """The sequence joins the batch; returns when its last token comes."""
+    def _find_cached(self, job: Job) -> int:
+        job.cached_tokens = min(self.cache.match(job.call.keys) * self.block_tokens, job.call.prompt_tokens - 1)
+        return job.cached_tokens
+
+    def _noisy(self, work_s: float) -> float:
+        return work_s * (1 + self.noise * self.rng.uniform(-1, 1)) if self.noise else work_s
+
+    def _worked(self, now_s: float, work_s: float, chunks: int) -> None:
+        self.busy_s += work_s
+        self._prefills.append((now_s, now_s + work_s, work_s / chunks))
+
+    def start_decode(self, job: Job, now_s: float) -> float | None:
+        """The sequence joins the batch; returns when its last token comes, None when ``end`` will tell."""
         self.sequences += 1
         self.context_tokens += job.call.prompt_tokens
         return now_s + job.call.output_tokens * decode_step_s(self.rates, self.sequences, self.context_tokens)
@@ -118,6 +130,7 @@ class SimEngine:
 
     def crash(self) -> None:
         """Everything in memory is gone."""
+        self.serial += 1
         self.waiting.clear()
         self.running = None
         self.sequences = self.context_tokens = 0

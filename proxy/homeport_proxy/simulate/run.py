@@ -19,6 +19,7 @@ from homeport_proxy.simulate.engine import Job, SimEngine
 from homeport_proxy.simulate.oracle import OracleIndex
 from homeport_proxy.simulate.peers import PEERS
 from homeport_proxy.simulate.result import Sample, Samples
+from homeport_proxy.simulate.steps import SteppedEngine
 from homeport_proxy.simulate.workload import Call, Lane, Workload
 
 MODEL = "m"
@@ -235,22 +236,28 @@ class Simulation:
         job.rtt_s = job.ticket.request.rtt_s.get(decision.place, 0.0)
         engine = self.engines[decision.prefill_place or decision.place]
         engine.waiting.append(job)
-        self._start_prefill(engine)
+        self._keep_busy(engine)
 
-    def _start_prefill(self, engine: SimEngine) -> None:
-        done_s = engine.start_prefill(self.now_s)
-        job, attempt = engine.running, engine.running.attempt if engine.running is not None else 0
-        if done_s is not None and job is not None:
-            self.at(done_s, lambda: self._prefilled(engine, job, attempt))
+    def _keep_busy(self, engine: SimEngine) -> None:
+        end_s = engine.begin(self.now_s)
+        if end_s is not None:
+            serial = engine.serial
+            self.at(end_s, lambda: self._ended(engine, serial))
 
-    def _prefilled(self, engine: SimEngine, job: Job, attempt: int) -> None:
-        if engine.running is not job or job.attempt != attempt:
-            return  # the engine died meanwhile
-        engine.end_prefill()
-        host = job.host
+    def _ended(self, engine: SimEngine, serial: int) -> None:
+        if engine.serial != serial:
+            return  # the engine died meanwhile, or goes on otherwise than planned
+        prefilled, finished = engine.end(self.now_s)
+        self._keep_busy(engine)
+        for job in prefilled:
+            self._prefilled(engine, job)
+        for job in finished:
+            self._finished(job, engine, job.attempt)
+
+    def _prefilled(self, engine: SimEngine, job: Job) -> None:
+        host, attempt = job.host, job.attempt
         if host is None:
             raise RuntimeError("a prefill without a host")
-        self._start_prefill(engine)
         if host is engine:
             self._first_token(job, host)
             return
@@ -265,7 +272,11 @@ class Simulation:
         if job.ticket.decision is not None and job.ticket.decision.prefill_place is not None:
             host.receive(job)
         self.router.first_token(job.ticket, self.now_s)
-        self.at(host.start_decode(job, self.now_s), lambda: self._finished(job, host, attempt))
+        end_s = host.start_decode(job, self.now_s)
+        if end_s is not None:
+            self.at(end_s, lambda: self._finished(job, host, attempt))
+        else:
+            self._keep_busy(host)
 
     def _finished(self, job: Job, host: SimEngine, attempt: int) -> None:
         if job.attempt != attempt:
@@ -357,7 +368,7 @@ def _engines(cluster: Cluster, policy: str, seed: int) -> dict[str, SimEngine]:
         rates = cluster.rates
         if cluster.noise:
             rates = replace(rates, tokens_per_s=rates.tokens_per_s * (1 + cluster.noise * rng.uniform(-1, 1)))
-        engines[name] = SimEngine(
+        engines[name] = (SteppedEngine if cluster.steps else SimEngine)(
             name,
             rates,
             shared or PrefixLru(blocks),
