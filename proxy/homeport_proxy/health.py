@@ -77,7 +77,7 @@ class Health:
         """The state the router is told: a drain past its deadline keeps nobody any longer."""
         state = self.state(member)
         if state == "draining" and self._clock() >= (member.draining_until_s or 0.0):
-            return "down"
+            return "drained"
         return state
 
     def ready(self) -> bool:

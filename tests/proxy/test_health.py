@@ -137,7 +137,7 @@ def test_a_drain_ends_at_its_deadline_for_routing_only() -> None:
     watched.health.drain(watched.member("b0"), 60)
     assert watched.changes == [("b0", "draining")]
     watched.clock.advance(61)
-    assert watched.changes[-1] == ("b0", "down"), "bound sessions leave"
+    assert watched.changes[-1] == ("b0", "drained"), "bound sessions leave"
     assert watched.state("b0") == "draining", "people still see why"
     watched.health.undrain(watched.member("b0"))
     assert watched.state("b0") == "up"

@@ -4,7 +4,16 @@ import re
 
 import pytest
 
-from homeport_proxy.routing.views import Kind, NoPlaceError, PrefixKeys, RequestView, RoutingSettings, Ticket, Word
+from homeport_proxy.routing.views import (
+    Kind,
+    NoPlaceError,
+    PrefixKeys,
+    RequestView,
+    RoutingSettings,
+    State,
+    Ticket,
+    Word,
+)
 from routing.routing_kit import BLOCK_TOKENS, Fleet, chain, request, spec
 
 FOUR = [spec(f"d{n}") for n in range(4)]
@@ -228,6 +237,8 @@ def test_a_draining_home_keeps_its_active_sessions_takes_no_new_ones_and_is_left
     assert place != home
     fleet.router.set_state(home, "up", fleet.now_s)
     assert word(fleet, request("s", 32)) == (Word.HOME, place)
+    fleet.router.set_state(place, "drained", fleet.now_s)
+    assert word(fleet, request("s", 33))[0] is Word.MOVED, "past its deadline not even an active session stays"
 
 
 def test_a_home_that_left_the_fleet_moves() -> None:
@@ -311,10 +322,11 @@ def test_when_everything_is_down_everything_is_tried() -> None:
     assert fleet.ask(request("s", 5)).decision is not None
 
 
-def test_nothing_is_sent_to_a_fleet_that_drains() -> None:
+@pytest.mark.parametrize("state", ["draining", "drained"])
+def test_nothing_is_sent_to_a_fleet_that_drains(state: State) -> None:
     fleet = Fleet(*FOUR)
     for one in FOUR:
-        fleet.router.set_state(one.name, "draining", 0.0)
+        fleet.router.set_state(one.name, state, 0.0)
     with pytest.raises(NoPlaceError, match="draining"):
         fleet.router.arrive(request("s", 5), 0.0)
 

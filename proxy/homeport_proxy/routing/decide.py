@@ -101,8 +101,8 @@ def _word(
         return Word.PLACED, f"first request of the session, {why}", kept
     if place is home:
         return Word.HOME, f"home, {held}", home.name
-    if home.state == "draining" and not home.bound:
-        return Word.MOVED, f"home {home.name} is draining", home.name if request.kind == "side" else place.name
+    if home.state == "drained" or (home.state == "draining" and not home.bound):
+        return Word.MOVED, f"home {home.name} is {home.state}", home.name if request.kind == "side" else place.name
     if home.state != "down" and request.kind != "side" and home.nothing_to_lose(place, request.prompt_tokens):
         return Word.MOVED, f"nothing of it is cached at home {home.name}", place.name
     if home.state == "down":

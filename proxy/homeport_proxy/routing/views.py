@@ -8,7 +8,8 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 Role = Literal["prefill", "decode", "mixed"]
-State = Literal["up", "down", "draining", "unknown"]
+State = Literal["up", "down", "draining", "drained", "unknown"]
+"""``drained``: past its drain's deadline, where not even sessions that are active may stay."""
 Kind = Literal["main", "side", "subagent"]
 
 
