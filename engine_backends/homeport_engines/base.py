@@ -11,6 +11,11 @@ from homeport.fingerprint import Api, JsonValue
 Role = Literal["prefill", "decode", "mixed"]
 
 
+LEASE_MARGIN_S = 5.0
+"""Parameters are given up this long before their lease ends: the decode engine still has to be reached, and reading
+freed blocks is not refused but answers with wrong text."""
+
+
 @dataclass(frozen=True, slots=True)
 class BodyEdits:
     """Top-level members of a JSON request body to set and to remove.

@@ -219,6 +219,7 @@ class BackendSettings(Keyed):
     models: list[str] | None = None
     kv_transfer: Literal["none", "nixl", "nixl-push", "mooncake", "bootstrap"] = "none"
     kv_store: Literal["none", "mooncake", "lmcache", "hicache", "shared-folder"] = "none"
+    kv_lease_s: PositiveFloat | None = None
     kv_readback: bool = False
     kv_events: Literal["none", "auto"] | KvEventSource = "auto"
     data_parallel: Literal["auto"] | PositiveInt = "auto"

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import cast
 
 from homeport.fingerprint import Api, JsonValue
-from homeport_engines.base import BodyEdits, HandoffParams, KvTransfer, Leg
+from homeport_engines.base import LEASE_MARGIN_S, BodyEdits, HandoffParams, KvTransfer, Leg
 from homeport_engines.base import Handoff as Pair
 from homeport_proxy import headers as header_rules
 from homeport_proxy.bounded import Bounded
@@ -233,7 +233,8 @@ class Attempt:
             return
         self._exchange.legs[-1].state = State.HANDED_OFF
         # the lease counts from when the engine finished; its answer took at most this long to come
-        expires_s = None if transfer.lease_s is None else done_s + transfer.lease_s
+        lease_s = _lease_s(engine, transfer)
+        expires_s = None if lease_s is None else done_s + lease_s
         self.held = Held(pair, transfer, params, expires_s)
 
     def _last_turn(self, engine: Engine, transfer: KvTransfer) -> Mapping[str, JsonValue] | None:
@@ -492,6 +493,15 @@ class Attempt:
     @property
     def _text_api(self) -> Api:
         return cast("Api", self._job.api.name)
+
+
+def _lease_s(engine: Engine, transfer: KvTransfer) -> float | None:
+    """For how long parameters of this prefill engine may be used: its lease less what a decode engine needs to be
+    reached; None: for good."""
+    own = engine.member.backend.kv_lease_s if engine.member is not None else None
+    if transfer.lease_s is None or own is None:
+        return transfer.lease_s
+    return own - min(LEASE_MARGIN_S, own / 2)
 
 
 SLOWEST_PREFILL_TOKENS_PER_S = 100.0

@@ -320,6 +320,20 @@ def test_parameters_are_not_used_after_their_lease() -> None:
     assert not held.usable(100.0)
 
 
+@pytest.mark.parametrize(("lease_s", "handed"), [(30.0, True), (1e-6, False)])
+async def test_an_engines_own_lease_bounds_its_parameters(lease_s: float, handed: bool) -> None:
+    """Behind the lease a decode engine reads freed blocks and says nothing of it: it prefills by itself instead."""
+    prefill, decode = await ScriptedEngine(chat).start(), await ScriptedEngine(chat).start()
+    config = pair(prefill, decode)
+    config["regions"]["local"]["backends"][0]["kv_lease_s"] = lease_s
+    async with proxy_for(config) as (url, _):
+        code, _, _ = await post(url, BODY | {"messages": [{"role": "user", "content": "word " * 600}]})
+    assert code == 200
+    assert ("kv_transfer_params" in decode.seen[0].body) is handed
+    for engine in (prefill, decode):
+        await engine.stop()
+
+
 @pytest.mark.parametrize("fault", ["none", "prefill 500", "prefill 400", "prefill slow", "decode 500"])
 async def test_both_legs_at_once(fault: str) -> None:
     """SGLang's order: one room for both, the first failure ends the other leg."""

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from homeport.fingerprint import Api, JsonValue
 from homeport_engines import capabilities
-from homeport_engines.base import BodyEdits, Handoff, HandoffParams, KvTransfer, Leg
+from homeport_engines.base import LEASE_MARGIN_S, BodyEdits, Handoff, HandoffParams, KvTransfer, Leg
 
 NIXL_LEASE_S = 30.0
 """vLLM's default ``kv_lease_duration``: how long a prefill engine holds blocks nobody has fetched."""
@@ -22,10 +22,6 @@ NIXL_READBACK_S = 480.0
 """vLLM's default ``decoder_kv_blocks_ttl``: how long a decode engine holds a finished turn for the next."""
 
 READBACK_MARGIN_S = 30.0
-
-LEASE_MARGIN_S = 5.0
-"""Parameters are given up this long before their lease ends: the decode engine still has to be reached, and reading
-freed blocks is not refused but answers with wrong text."""
 
 _ONE_TOKEN: Mapping[Api, Mapping[str, JsonValue]] = {
     "chat": {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1, "n": 1},
