@@ -85,6 +85,23 @@ def test_places_that_share_a_tree_each_hold_what_they_would_alone(
     assert tree.bytes == 0
 
 
+def test_a_conversation_is_one_run_again_once_its_dead_ends_were_evicted() -> None:
+    """Each turn ends in text that the next one does not repeat: without this a walk would lengthen turn by turn."""
+    tree = PrefixTree()
+    lru = PrefixLru(60, tree)
+    body = chain("body", 50)
+    for turn in range(1, 40):
+        lru.use(body[:turn] + chain(f"volatile{turn}", 1))
+    for number in range(3):
+        lru.use(body + chain(f"last{number}", 1))
+    assert lru.match(body) == 50
+    assert len(tree.path(body)) > 5
+    lru.use(chain("other", 8))
+    lru.use(body)
+    assert len(tree.path(body)) == 1
+    assert lru.match(body) == 50
+
+
 def test_evicted_keys_are_told_deepest_first() -> None:
     lru = PrefixLru(6)
     lru.gone = []

@@ -102,7 +102,7 @@ def test_every_request_is_served_by_engines_that_compute_in_steps(split: bool) -
     assert len(simulation.run().all) == workload.calls
     for engine in simulation.engines.values():
         assert isinstance(engine, SteppedEngine)
-        assert not (engine.left or engine.prefilling or engine.joining or engine.waiting)
+        assert not any((engine.left, engine.prefilling, engine.joining, engine.waiting))
 
 
 def test_steps_survive_an_engine_that_dies() -> None:

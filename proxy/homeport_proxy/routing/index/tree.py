@@ -107,7 +107,7 @@ class PrefixTree:
     def cover(self, keys: Sequence[int], place: str) -> list[tuple[Run, int]]:
         """The whole of ``keys`` as runs, each with how much of it is theirs; cut and grown so that a use by ``place``
         covers all that it holds of each."""
-        path = list(self.path(keys))
+        path = self._merged(self.path(keys), place)
         depth = sum([common for _, common in path])
         if path:
             last, common = path[-1]
@@ -131,6 +131,31 @@ class PrefixTree:
             del self._starts[run.keys[0]]
         if run.parent is not None:
             run.parent.children -= 1
+
+    def _merged(self, path: Sequence[tuple[Run, int]], place: str) -> list[tuple[Run, int]]:
+        """The path with those runs made one that nothing parts any longer: a branch between them was evicted."""
+        merged: list[tuple[Run, int]] = []
+        for run, common in path:
+            if merged and merged[-1][0].children == 1 and _used_together(merged[-1][0], run, place):
+                common += merged[-1][1]
+                self._fuse(merged.pop()[0], run)
+            merged.append((run, common))
+        return merged
+
+    def _fuse(self, upper: Run, run: Run) -> None:
+        self._path_of = None
+        for place, hold in upper.holds.items():
+            below = run.holds.get(place)
+            if below is None:
+                run.holds[place], hold.run = hold, run
+            else:
+                below.length += hold.length
+                hold.unlink()
+                self.holds -= 1
+        del self._starts[run.keys[0]]
+        self._starts[upper.keys[0]] = run
+        run.keys = upper.keys + run.keys
+        run.parent = upper.parent
 
     def _grow(self, path: list[tuple[Run, int]], keys: Sequence[int], depth: int) -> None:
         self._path_of = None
@@ -166,3 +191,12 @@ class PrefixTree:
             hold.length -= at
             self.holds += 1
         return upper
+
+
+def _used_together(upper: Run, run: Run, place: str) -> bool:
+    """Whether every place used both runs last by the same prompt (``place`` is about to)."""
+    for name, hold in upper.holds.items():
+        below = run.holds.get(name)
+        if below is not None and below.newer is not hold and name != place:
+            return False
+    return True
