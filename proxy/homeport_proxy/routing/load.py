@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from homeport_proxy.routing.views import PlaceView
+
 _OVERRUN_FACTOR = 3.0
 _OVERRUN_S = 1.0
 
@@ -89,11 +91,6 @@ class PlaceLoad:
         self._weigh()
         return took_s
 
-    @property
-    def waiting(self) -> int:
-        """Requests whose prefill has not answered."""
-        return len(self._prefills)
-
     def begin_decode(self, tokens: int) -> None:
         """A sequence of ``tokens`` context will live here."""
         self.requests += 1
@@ -153,6 +150,16 @@ class PlaceLoad:
 
     def _weigh(self) -> None:
         self.burden_s = self._queued_s + self._offered_s / self.window_s + 0.01 * self.requests
+
+    def show(self, view: PlaceView, now_s: float) -> None:
+        """Bring a view's figures of load up to ``now_s``."""
+        waiting = len(self._prefills)
+        view.waiting = waiting
+        view.wait_s = self.prefill_left_s(now_s) if waiting else 0.0
+        view.rho = self._offered(now_s) / self.window_s
+        view.requests = self.requests
+        view.prefill_tokens = self.prefill_tokens
+        view.decode_tokens = self.decode_tokens
 
     def rho(self, now_s: float) -> float:
         """Offered prefill seconds per second, averaged over about ``window_s``."""

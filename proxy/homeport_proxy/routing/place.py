@@ -109,16 +109,11 @@ class Place:
 
     def refresh(self, now_s: float) -> PlaceView:
         """The view brought up to ``now_s``, without what depends on a request."""
-        view, load = self.view, self.load
+        view = self.view
         view.state = self.state
         view.learned = self.prefill_rates.learned
         view.cooling = now_s < self.cool_until_s
-        view.wait_s = load.prefill_left_s(now_s)
-        view.rho = load.rho(now_s)
-        view.requests = load.requests
-        view.waiting = load.waiting
-        view.prefill_tokens = load.prefill_tokens
-        view.decode_tokens = load.decode_tokens
+        self.load.show(view, now_s)
         foreign = self.foreign
         if foreign is not _NONE:
             view.wait_s += foreign.prefill_tokens / self.rates.tokens_per_s

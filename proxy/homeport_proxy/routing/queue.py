@@ -155,7 +155,10 @@ class VirtualQueues:
         """Hold a request."""
         held.out = False
         held.rank = held.work_s + self.settings.age_weight * held.since_s
-        self._queues.setdefault(held.place, _Queue()).add(held)
+        queue = self._queues.get(held.place)
+        if queue is None:
+            queue = self._queues[held.place] = _Queue()
+        queue.add(held)
         self._count += 1
 
     def remove(self, held: Held) -> None:
@@ -172,7 +175,8 @@ class VirtualQueues:
 
     def take(self, held: Held) -> None:
         """Serve a request: its tenant is charged."""
-        self._shares.charge(held)
+        if self._count > 1:  # shares are forgotten when nobody waits
+            self._shares.charge(held)
         self.remove(held)
 
     def first(self, place: str, now_s: float) -> Held | None:

@@ -385,23 +385,32 @@ class Router:
         views = []
         tokenised = bool(request.prefix.token_blocks)
         indexed = tokenised or bool(request.prefix.text_blocks)
-        for place in self._shortlist.pick(eligible, request, (home, parent_home), cached, now_s):
+        more, everywhere, far = cached.more, cached.everywhere, request.rtt_s
+        own = self._places.get(home or parent_home or "")
+        for place in self._shortlist.pick(eligible, request, own, cached, now_s):
             name = place.spec.name
             view = place.refresh(now_s)
             view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name)
-            view.cached_tokens = cached.at(name) if indexed else None
+            view.cached_tokens = more.get(name, everywhere) if indexed else None
             view.host_tokens = index.host_tokens(name, request) if tokenised else 0
-            view.rtt_s = place.rates.rtt_s + request.rtt_s.get(place.spec.backend, 0.0)
+            view.rtt_s = place.rates.rtt_s + far.get(place.spec.backend, 0.0) if far else place.rates.rtt_s
             view.confidence = place.confidence.of(request.api)
-            view.home = name == home
-            view.unseen = view.home and session.unseen
-            view.rewritten = view.home and _rewritten(session, request, cached.at(name))
-            active = view.home and now_s - session.last_used_s < self.settings.drain_idle_s
-            view.bound = active and not view.rewritten
             view.parent = name == parent_home
-            view.dearer_times = session.dearer_times if view.home else 0
+            view.home = view.unseen = view.rewritten = view.bound = False
+            view.dearer_times = 0
+            if name == home:
+                self._view_home(view, session, request, cached.at(name), now_s)
             views.append(view)
         return views
+
+    def _view_home(
+        self, view: PlaceView, session: Session, request: RequestView, cached_tokens: int, now_s: float
+    ) -> None:
+        view.home = True
+        view.unseen = session.unseen
+        view.rewritten = _rewritten(session, request, cached_tokens)
+        view.bound = now_s - session.last_used_s < self.settings.drain_idle_s and not view.rewritten
+        view.dearer_times = session.dearer_times
 
     def _decide(self, request: RequestView, session: Session, now_s: float, exclude: Collection[str] = ()) -> Decision:
         if session.home is not None and session.home not in self._places:
@@ -420,7 +429,11 @@ class Router:
     def _enter(self, ticket: Ticket, flight: Flight, decision: Decision, now_s: float, since_s: float) -> Held | None:
         """Into the queue of the place that will prefill, or (without late binding) straight through."""
         worker = self._places[decision.prefill_place or decision.place]
-        work_s, uncached_tokens = self._work(worker, ticket.request)
+        priced = decision.costs.get(worker.spec.name) if decision.prefill_place is None else None
+        if priced is not None and priced.cached_tokens is not None:
+            work_s, uncached_tokens = priced.prefill_s, ticket.request.prompt_tokens - priced.cached_tokens
+        else:
+            work_s, uncached_tokens = self._work(worker, ticket.request)
         worker.load.offer(work_s, now_s)
         if not self.settings.late_binding:
             self._bind(ticket, flight, decision, now_s)
@@ -506,11 +519,10 @@ class Router:
         cached = flight.begin_prefill(prefiller, index, now_s)
         if flight.sight is None:
             flight.sight = sight(flight, index, self._places, now_s, self._sessions.ttl_s(session))
-        ticket.decision = replace(
-            decision,
-            expected_cached_tokens=cached,
-            prefill_cached_tokens=cached if decision.prefill_place else None,
-        )
+        prefill_cached = cached if decision.prefill_place else None
+        if cached != decision.expected_cached_tokens or prefill_cached != decision.prefill_cached_tokens:
+            decision = replace(decision, expected_cached_tokens=cached, prefill_cached_tokens=prefill_cached)
+        ticket.decision = decision
         ticket.decided_s = now_s
         ticket.attempts = (*ticket.attempts, decision.place)
         if request.kind == "side":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import xxhash
@@ -38,7 +38,7 @@ class Shortlist:
         limits = [place.spec.max_model_len for place in places]
         self._limited = any(limit is not None for limit in limits)
         self._longest = max((limit for limit in limits if limit is not None), default=None) if all(limits) else None
-        self._roles = tuple({place.spec.role for place in places})
+        self._roles = tuple(dict.fromkeys(place.spec.role for place in places))
 
     @property
     def longest(self) -> int | None:
@@ -62,17 +62,17 @@ class Shortlist:
         self,
         eligible: Sequence[Place],
         request: RequestView,
-        own: Collection[str | None],
+        own: Place | None,
         cached: Residency,
         now_s: float,
     ) -> Sequence[Place]:
-        """The places to price, of each role; ``own``: the session's home, its parent's."""
+        """The places to price, of each role; ``own``: the session's home, else its parent's."""
         if len(eligible) <= SMALL_FLEET:
             return eligible
         start = xxhash.xxh3_64_intdigest(request.session.encode()) % len(eligible)
         usable = [place for place in eligible if place.state in _USABLE and place.cool_until_s <= now_s]
         usable = usable[start:] + usable[:start]
-        picked = {place.spec.name: place for place in eligible if place.spec.name in own}
+        picked = {own.spec.name: own} if own is not None and own in eligible else {}
         warm_tokens = cached.more  # what all places hold (the shared head) makes none of them warm
         for role in self._roles:
             members = [place for place in usable if place.spec.role == role] if len(self._roles) > 1 else usable
