@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import count
 from random import Random
+from statistics import fmean
 from zlib import crc32
 
 from homeport_engines.base import EngineStats
 from homeport_engines.vllm.kv import KvBatch
 from homeport_proxy.routing.causes import PromptTrace, book
-from homeport_proxy.routing.cost import cluster_rho, shadow_factor, tiered_prefill_s
+from homeport_proxy.routing.cost import shadow_factor, tiered_prefill_s
 from homeport_proxy.routing.decide import dearer_by_s, decide
 from homeport_proxy.routing.decisions import Shadows, recorded
 from homeport_proxy.routing.flight import Flight
@@ -476,8 +477,8 @@ class Router:
         ]
         if not idle:
             return []
-        rho = cluster_rho([place.refresh(now_s) for place in self._places.values() if place.spec.role != "decode"])
-        k = shadow_factor(self.settings, rho)
+        rhos = [place.load.rho(now_s) for place in self._places.values() if place.spec.role != "decode"]
+        k = shadow_factor(self.settings, fmean(rhos) if rhos else 0.0)
         decided: list[Ticket] = []
         for held in list(self._queues.movable()):
             costs = held.decision.costs
