@@ -24,5 +24,8 @@ def test_tau_sessions_are_booked_as_the_engines_count_them(pair: Pair, client: O
     assert len(books) == SESSIONS
     assert [one for one in books if not one.agree] == []
     assert all(one.requests == REQUESTS for one in books)
+    # with tools, too, the index named the prompts' blocks as the engines do
+    shown = [(backend["index"], backend["index_confidence"] >= 0.9) for backend in pair.status().values()]
+    assert shown == [("exact", True)] * 2, pair.status()
     cached = sum(one.engine_cached_tokens for one in books)
     assert cached >= 0.95 * sum(one.one_engine_cached_tokens for one in books)
