@@ -25,6 +25,8 @@ PROMPT_HEAD = (
     "reasoning_effort",
 )
 """Members of a body that stand before its messages in the prompt, or decide how these are rendered."""
+MOST_MESSAGES = 10_000
+"""What is read of a conversation: more than any model's context holds, and half a second's work at most."""
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _LONGEST_EMPTY = 16
 _SPACE = b" \t\n\r"

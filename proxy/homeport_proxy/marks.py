@@ -16,7 +16,7 @@ import msgspec
 from homeport import fingerprint
 from homeport.fingerprint import DIGEST_BYTES, Api, JsonValue
 from homeport_proxy.bounded import Bounded
-from homeport_proxy.document import PROMPT_HEAD, Document, decoded, first_spoken, messages_of
+from homeport_proxy.document import MOST_MESSAGES, PROMPT_HEAD, Document, decoded, first_spoken, messages_of
 from homeport_proxy.prefix import History, history_of
 
 KEPT = 200_000
@@ -81,11 +81,11 @@ class Marks:
         return digest
 
     def _chain(self, api: Api, history: History, items: Sequence[msgspec.Raw], first: int) -> tuple[bytes, ...]:
-        """One chained digest per message after the ``first`` ones, which are system text."""
+        """One chained digest per message after the ``first`` ones, which are system text; of the first many."""
         links: list[bytes] = []
         link = bytes(DIGEST_BYTES)
         places = history.body.chain_of(history.name)
-        for index in range(first, len(places)):
+        for index in range(first, min(len(places), first + MOST_MESSAGES)):
             place = (api, first, places[index])
             known = self._known.get(place)
             if known is None:

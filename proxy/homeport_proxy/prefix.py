@@ -18,7 +18,7 @@ import msgspec
 
 from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
-from homeport_proxy.document import PROMPT_HEAD, Document, decoded, first_spoken, is_system, messages_of
+from homeport_proxy.document import MOST_MESSAGES, PROMPT_HEAD, Document, decoded, first_spoken, is_system, messages_of
 from homeport_proxy.splice import NotAnObjectError
 
 LAST_MESSAGES = 4
@@ -116,6 +116,8 @@ class _Turn:
     def begin(self, known: _Known) -> None:
         """Everything at once but the newest messages, which are marked one by one."""
         items = self._list.items()
+        if len(items) > MOST_MESSAGES:
+            raise ValueError(f"more than {MOST_MESSAGES} messages")
         # system text is rendered at the head, not behind the message before it
         first = first_spoken(items, max(0, len(items) - LAST_MESSAGES))
         whole = {name: self._body[name] for name in self._body if name != self._name}
