@@ -15,7 +15,7 @@ from homeport_proxy.config import Config, ConfigError, Price
 from homeport_proxy.exchange import GENERATING, Exchange
 from homeport_proxy.observe.metrics import Metrics
 from homeport_proxy.observe.summary import Summary, code_of, summarise, word_of
-from homeport_proxy.routing.views import PrefixKeys, Word
+from homeport_proxy.routing.views import NO_PREFIX, Word
 
 Listener: TypeAlias = Callable[[Exchange, Mapping[str, int]], None]
 """Hears of every finished request: the exchange, and its uncached prompt tokens by cause."""
@@ -26,7 +26,6 @@ DEFAULT_BYTES_PER_TOKEN = 4.0
 KEPT_REQUESTS = 2000
 LEDGER_EVERY_S = 0.25
 LEDGER_BATCH = 500
-_NO_PREFIX = PrefixKeys()
 
 
 class BytesPerToken:
@@ -65,7 +64,7 @@ class RequestLog:
 
     def add(self, exchange: Exchange, causes: Mapping[str, int]) -> None:
         """Remember one; what is large of it is let go."""
-        exchange.body, exchange.document, exchange.ticket, exchange.prefix = b"", None, None, _NO_PREFIX
+        exchange.body, exchange.document, exchange.ticket, exchange.prefix = b"", None, None, NO_PREFIX
         self._by_id.pop(exchange.request_id, None)
         self._by_id[exchange.request_id] = (exchange, causes)
         if len(self._by_id) > self._kept:

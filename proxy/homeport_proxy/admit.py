@@ -20,12 +20,11 @@ from pathlib import Path
 
 from homeport_proxy.config import Tenant
 from homeport_proxy.errors import invalid_api_key, rate_limited
-from homeport_proxy.exchange import Caller, Exchange
+from homeport_proxy.exchange import ANYBODY, Caller, Exchange
 from homeport_proxy.limits import Limits, Refusal, TenantLimit
 
 log = logging.getLogger(__name__)
 
-_ANYBODY = Caller()
 _NO_LIMITS: AbstractAsyncContextManager[None] = nullcontext()
 _HASH_LINE = re.compile(r"^(?:sha256:)?([0-9a-fA-F]{64})(?:\s.*)?$")
 
@@ -130,7 +129,7 @@ class Admission:
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Who sends this request. Raises ProxyError 401 when tenants are configured and the key is nobody's."""
         if not self._tenants:
-            return _ANYBODY
+            return ANYBODY
         name = self._ring.owner(key_in(headers))
         if name is None:
             raise invalid_api_key()

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
 
 from homeport.fingerprint import JsonValue
-from homeport_proxy.routing.views import Decision, Kind, PrefixKeys
+from homeport_proxy.routing.views import NO_PREFIX, Decision, Kind, PrefixKeys
 
 if TYPE_CHECKING:
     from multidict import CIMultiDictProxy
@@ -81,6 +81,9 @@ class Caller:
     user: str = ""
 
 
+ANYBODY = Caller()
+
+
 @dataclass(slots=True)
 class TokenUsage:
     """Tokens of one exchange as the client was told; None is "not reported", never zero."""
@@ -111,9 +114,9 @@ class Exchange:
     stream: bool = False
 
     # identify
-    caller: Caller = field(default_factory=Caller)
+    caller: Caller = ANYBODY
     identity: Identity | None = None
-    prefix: PrefixKeys = field(default_factory=PrefixKeys)
+    prefix: PrefixKeys = NO_PREFIX
     prompt_tokens_estimate: int = 0
     prompt_tokens_counted: int | None = None
     """The prompt as an engine counted it before the answer began (its tokens, or a prefill leg's usage)."""
@@ -191,8 +194,10 @@ class Exchange:
     @property
     def prefilled_by(self) -> str | None:
         """The separate prefill engine whose KV was used, if any."""
-        leg = next((leg for leg in reversed(self.legs) if leg.part == "prefill"), None)
-        return leg.place if leg is not None and leg.state >= State.HANDED_OFF else None
+        for leg in reversed(self.legs):
+            if leg.part == "prefill":
+                return leg.place if leg.state >= State.HANDED_OFF else None
+        return None
 
     @property
     def ok(self) -> bool:

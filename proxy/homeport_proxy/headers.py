@@ -135,9 +135,9 @@ def of_exchange(exchange: Exchange) -> dict[str, str]:
         added["x-homeport-prefill-backend"] = prefill
     decision = exchange.decision
     if decision is not None:
-        added["x-homeport-decision"] = decision.word.value
-        reasons = [exchange.region_reason, decision.reason]
-        added["x-homeport-reason"] = _plain("; ".join(reason for reason in reasons if reason))
+        added["x-homeport-decision"] = decision.word
+        where = exchange.region_reason
+        added["x-homeport-reason"] = _plain(f"{where}; {decision.reason}" if where else decision.reason)
         if (expected := exchange.expected_cached_tokens) is not None:
             added["x-homeport-expected-cached-tokens"] = str(expected)
     if exchange.cache is not None:

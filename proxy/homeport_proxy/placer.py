@@ -219,7 +219,7 @@ class LocalPlacer:
         return known
 
     def _pump_soon(self, router: Router) -> None:
-        if router not in self._pumping:
+        if router.holding and router not in self._pumping:
             self._pumping.add(router)
             asyncio.get_running_loop().call_soon(self._pump, router)
 

@@ -132,7 +132,7 @@ def inclusive_usage(usage: Mapping[str, Any], prompt: str, output: str, details:
         known = Usage.parse({"usage": usage})
         return TokenUsage(known.input_tokens, known.cached_tokens, known.output_tokens)
     found = usage.get(details)
-    cached = found.get("cached_tokens") if isinstance(found, Mapping) else None
+    cached = found.get("cached_tokens") if isinstance(found, dict) else None
     return TokenUsage(count(usage.get(prompt)), count(cached), count(usage.get(output)))
 
 
@@ -160,8 +160,8 @@ def at(data: bytes, *paths: tuple[str, ...]) -> Mapping[str, Any] | None:
     for path in paths:
         node: Any = document
         for name in path:
-            node = node.get(name) if isinstance(node, Mapping) else None
-        if isinstance(node, Mapping):
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict):
             return node
     return None
 

@@ -15,7 +15,7 @@ def word_of(exchange: Exchange) -> str | None:
     """The decision in one word; None when none was made."""
     if exchange.peer_region:
         return Word.PEER.value
-    return exchange.decision.word.value if exchange.decision else None
+    return exchange.decision.word if exchange.decision else None
 
 
 def code_of(exchange: Exchange) -> str:

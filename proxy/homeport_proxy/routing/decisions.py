@@ -11,17 +11,15 @@ import msgspec
 from homeport_proxy.routing.decide import decide
 from homeport_proxy.routing.policies import POLICIES
 from homeport_proxy.routing.views import (
+    NO_PREFIX,
     Decision,
     DecisionRecord,
     NoPlaceError,
     PlaceView,
-    PrefixKeys,
     RequestView,
     RoutingSettings,
     ShadowReport,
 )
-
-_NO_PREFIX = PrefixKeys()
 
 
 def recorded(
@@ -39,7 +37,7 @@ def recorded(
     return DecisionRecord(
         ts_s=now_s,
         seed=seed,
-        request=replace(request, prefix=_NO_PREFIX),
+        request=replace(request, prefix=NO_PREFIX),
         places=tuple(place.copy() for place in places),
         settings=settings,
         decision=decision,

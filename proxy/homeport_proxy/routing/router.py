@@ -174,6 +174,11 @@ class Router:
         self._enter(ticket, flight, decision, now_s, now_s)
         return ticket
 
+    @property
+    def holding(self) -> bool:
+        """Whether any ticket waits for ``due``."""
+        return bool(self._ready or self._guarded or len(self._queues))
+
     def due(self, now_s: float) -> list[Ticket]:
         """Tickets decided by now, their load taken. One without a decision was refused (``ticket.refused``)."""
         decided, self._ready = [ticket for ticket in self._ready if not ticket.closed], []

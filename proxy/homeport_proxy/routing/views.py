@@ -55,6 +55,9 @@ class PrefixKeys:
     token_blocks: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
+NO_PREFIX = PrefixKeys()
+
+
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """One request as the policy sees it. ``session`` is an opaque digest and never empty."""
