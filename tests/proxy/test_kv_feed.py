@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ async def test_an_address_where_nobody_publishes_is_told_of(monkeypatch: pytest.
     await feed.stop()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets without a file are Linux's")
 async def test_a_local_socket_is_heard() -> None:
     name = f"ipc://@homeport-test-{uuid.uuid4().hex}"
     router, feed = Router(), KvFeed(5.0)
