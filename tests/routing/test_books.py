@@ -84,10 +84,13 @@ def test_the_prefill_left_follows_the_engine() -> None:
     load.begin_prefill(1, 2.0, 100, 0.0)
     load.begin_prefill(2, 3.0, 100, 0.0)
     assert load.prefill_left_s(1.0) == 4.0
-    assert load.end_prefill(1, 100, 1.5, ran=True) == 1.5
+    first = load.end_prefill(1, 100, 1.5, ran=True)
     assert load.prefill_left_s(1.5) == 3.0
-    assert load.end_prefill(2, 100, 4.0, ran=True) == 2.5
+    second = load.end_prefill(2, 100, 4.0, ran=True)
     assert load.prefill_left_s(4.0) == 0.0
+    assert first is not None
+    assert second is not None
+    assert (first.began_s, first.ended_s, second.began_s, second.ended_s) == (0.0, 1.5, 1.5, 4.0)
 
 
 def test_a_late_head_is_not_taken_for_done_and_a_silent_engine_not_for_busy_forever() -> None:

@@ -3,11 +3,14 @@
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from homeport_engines.base import EngineStats, SpecStats
 from homeport_proxy.routing.calibration import Confidence, PrefillRates, learned_step, learned_transfer
 from homeport_proxy.routing.cost import decode_step_s, prefill_s, tiered_prefill_s
-from homeport_proxy.routing.views import Rates, RoutingSettings
+from homeport_proxy.routing.place import Place
+from homeport_proxy.routing.views import PlaceSpec, Rates, RoutingSettings
 from routing.routing_kit import Fleet, request, spec
 
 
@@ -30,7 +33,7 @@ def test_prefill_rates_are_learned(true_rate: float, true_attention: float, nois
     learner = PrefillRates(Rates())
     for _ in range(150):
         uncached, cached = mix(rng)
-        learner.observe(uncached, cached, prefill_s(true, uncached, cached) * (1 + noise * rng.uniform(-1, 1)))
+        learner.observe([(uncached, cached)], prefill_s(true, uncached, cached) * (1 + noise * rng.uniform(-1, 1)))
     for uncached, cached in [(1_000, 50_000), (20_000, 0), (4_000, 120_000)]:
         predicted = prefill_s(learner.rates, uncached, cached)
         assert predicted == pytest.approx(prefill_s(true, uncached, cached), rel=0.15 + noise / 2)
@@ -43,7 +46,7 @@ def test_outliers_do_not_bend_the_rates() -> None:
     for number in range(200):
         uncached, cached = mix(rng)
         stalled = 20.0 if number % 10 == 0 else 0.0
-        learner.observe(uncached, cached, prefill_s(true, uncached, cached) + stalled)
+        learner.observe([(uncached, cached)], prefill_s(true, uncached, cached) + stalled)
     assert prefill_s(learner.rates, 20_000, 5_000) == pytest.approx(prefill_s(true, 20_000, 5_000), rel=0.25)
 
 
@@ -51,10 +54,38 @@ def test_another_engine_behind_the_name_is_noticed_within_ten_requests() -> None
     learner = PrefillRates(Rates())
     slow = Rates(tokens_per_s=1_000)
     for _ in range(50):
-        learner.observe(4_000, 0, prefill_s(Rates(), 4_000, 0))
+        learner.observe([(4_000, 0)], prefill_s(Rates(), 4_000, 0))
     for _ in range(10):
-        learner.observe(4_000, 0, prefill_s(slow, 4_000, 0))
+        learner.observe([(4_000, 0)], prefill_s(slow, 4_000, 0))
     assert prefill_s(learner.rates, 4_000, 0) == pytest.approx(prefill_s(slow, 4_000, 0), rel=0.3)
+
+
+@given(
+    st.lists(st.integers(600, 3_000), min_size=1, max_size=6).flatmap(
+        lambda sizes: st.tuples(st.just(sizes), st.permutations(range(len(sizes))))
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_prompts_computed_in_one_step_teach_one_speed(case: tuple[list[int], list[int]]) -> None:
+    """First tokens that come together, in whatever order, are one observation, whoever is over first."""
+    sizes, order = case
+    true = Rates(tokens_per_s=1_000, attention_tokens=1e9)
+    place = Place(PlaceSpec("e0", "e0", "mixed", frozenset({"m"})), 60.0)
+    now_s = 0.0
+    for _ in range(12):
+        for key, tokens in enumerate(sizes):
+            place.load.begin_prefill(key, prefill_s(place.rates, tokens, 0), tokens, now_s)
+        now_s += prefill_s(true, sum(sizes), 0)
+        bursts = []
+        for key in order:
+            now_s += 0.0005
+            burst = place.load.end_prefill(key, sizes[key], now_s, ran=True)
+            assert burst is not None
+            burst.parts[key] = (sizes[key], 0)
+            bursts.append(burst)
+        for burst in bursts:
+            place.learn_prefill(burst, now_s)
+    assert place.rates.tokens_per_s == pytest.approx(1_000, rel=0.1)
 
 
 def test_steps_and_transfers_follow_slowly() -> None:

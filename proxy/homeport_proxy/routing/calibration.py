@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 from statistics import median
 
-from homeport_proxy.routing.cost import decode_step_s, prefill_s
+from homeport_proxy.routing.cost import decode_step_s
 from homeport_proxy.routing.views import Rates
 
 _RECENT = 9
@@ -42,23 +43,27 @@ class PrefillRates:
         self._s12 = 0.0
         self._t1 = self._t2 = _PRIOR_WEIGHT
 
-    def observe(self, uncached_tokens: int, cached_tokens: int, took_s: float) -> Rates:
-        """A prefill of ``uncached_tokens`` after ``cached_tokens`` took ``took_s`` alone; returns the new rates."""
-        if took_s <= 0:
+    def observe(self, parts: Collection[tuple[int, int]], took_s: float) -> Rates:
+        """Prompts of (uncached, cached) tokens, computed together and with nothing else, took ``took_s``; returns the
+        new rates."""
+        if took_s <= 0 or not parts:
             return self.rates
         self.observed += 1
+        uncached_tokens = sum([uncached for uncached, _ in parts])
+        pairs = sum([uncached * (cached + uncached / 2) for uncached, cached in parts])
+        work_s = (uncached_tokens + pairs / self.rates.attention_tokens) / self.rates.tokens_per_s
         if uncached_tokens < _LEAST_TOKENS:
-            self._learn_t0(uncached_tokens, cached_tokens, took_s)
+            self._learn_t0(took_s - work_s)
             return self.rates
         self.learned = True
-        predicted_s = prefill_s(self.rates, uncached_tokens, cached_tokens)
+        predicted_s = max(self.rates.t0_s, 0.02) + work_s
         self._recent.append(math.log(took_s / predicted_s))
         if self._rescaled():
             return self.rates
         base = self._base
         t0_s = max(base.t0_s, 0.02)
         linear = uncached_tokens / base.tokens_per_s / predicted_s
-        attention = linear * (cached_tokens + uncached_tokens / 2) / base.attention_tokens
+        attention = pairs / base.tokens_per_s / base.attention_tokens / predicted_s
         target = max(took_s - t0_s, 0.1 * took_s) / predicted_s
         residual = abs(took_s / predicted_s - 1.0)
         weight = 1.0 if residual <= _HUBER else _HUBER / residual
@@ -101,9 +106,8 @@ class PrefillRates:
         self._reset()
         return True
 
-    def _learn_t0(self, uncached_tokens: int, cached_tokens: int, took_s: float) -> None:
-        work_s = prefill_s(self.rates, uncached_tokens, cached_tokens) - max(self.rates.t0_s, 0.02)
-        fixed_s = max(took_s - work_s, 0.0)
+    def _learn_t0(self, fixed_s: float) -> None:
+        fixed_s = max(fixed_s, 0.0)
         # towards the low side: what a short prompt took beyond its own work is often another's prefill
         share = _SHARE / 2 if fixed_s > self.rates.t0_s else _SHARE
         self.rates = replace(self.rates, t0_s=self.rates.t0_s + share * (min(fixed_s, 2.0) - self.rates.t0_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from homeport_proxy.routing.bursts import Burst
 from homeport_proxy.routing.causes import PromptTrace, Sight
 from homeport_proxy.routing.cost import tiered_prefill_s
 from homeport_proxy.routing.index import Index
@@ -15,6 +16,7 @@ class Flight:
     """A queue slot, then prefill load at one place and decode load at one place. Tokens and seconds."""
 
     __slots__ = (
+        "burst",
         "cached",
         "context",
         "decoding",
@@ -23,7 +25,6 @@ class Flight:
         "held",
         "host",
         "key",
-        "prefill_took_s",
         "prefiller",
         "prefilling",
         "previous_use_s",
@@ -48,7 +49,7 @@ class Flight:
         self.cached = 0
         self.expected_raw = 0
         self.context = 0
-        self.prefill_took_s: float | None = None
+        self.burst: Burst | None = None
         self.handed_over_s: float | None = None
         self.sight: Sight | None = None
         self.trace: PromptTrace | None = None
@@ -70,7 +71,9 @@ class Flight:
         """The prefill answered (``ran``) or was called off."""
         if self.prefilling and self.prefiller is not None:
             self.prefilling = False
-            self.prefill_took_s = self.prefiller.load.end_prefill(self.key, self.uncached, now_s, ran=ran)
+            self.burst = self.prefiller.load.end_prefill(self.key, self.uncached, now_s, ran=ran)
+            if self.burst is not None:
+                self.burst.parts[self.key] = (self.uncached, self.cached)
             index.settled(self.prefiller.spec.name, self.key)
 
     def begin_decode(self, host: Place, index: Index) -> None:

@@ -30,9 +30,9 @@ def learn_speeds(
     if host is None or prefiller is None or ticket.first_token_s is None:
         return
     cached = flight.cached if cached_tokens is None else min(cached_tokens, request.prompt_tokens)
-    if flight.prefill_took_s is not None:
-        took_s = flight.prefill_took_s - prefiller.rates.rtt_s
-        prefiller.learn_prefill(request.prompt_tokens - cached, cached, took_s)
+    if flight.burst is not None:
+        flight.burst.parts[flight.key] = (request.prompt_tokens - cached, cached)
+        prefiller.learn_prefill(flight.burst, now_s)
         for other in places.values():
             if other is not prefiller and other.spec.role == prefiller.spec.role:
                 other.borrow(prefiller)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from homeport_proxy.routing.bursts import Burst, Bursts
 from homeport_proxy.routing.views import PlaceView
 
 _OVERRUN_FACTOR = 3.0
@@ -18,6 +19,7 @@ class PlaceLoad:
     """
 
     __slots__ = (
+        "_bursts",
         "_decayed_s",
         "_fresh",
         "_fresh_since_s",
@@ -40,6 +42,7 @@ class PlaceLoad:
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self._prefills: dict[int, float] = {}
+        self._bursts = Bursts()
         self._queued_s = 0.0
         self._head_since_s = 0.0
         self._offered_s = 0.0
@@ -56,6 +59,7 @@ class PlaceLoad:
         """``work_s`` of prefill was sent to the engine under ``key``."""
         if not self._prefills:
             self._head_since_s = now_s
+            self._bursts.begin(now_s)
         self._prefills[key] = work_s
         self._queued_s += work_s
         self.prefill_tokens += uncached_tokens
@@ -74,22 +78,21 @@ class PlaceLoad:
         self._decayed_s = now_s
         self._weigh()
 
-    def end_prefill(self, key: int, uncached_tokens: int, now_s: float, *, ran: bool) -> float | None:
-        """The prefill under ``key`` answered (``ran``) or was called off; returns how long the engine worked on it.
-
-        None when that cannot be told: it was not the one at the head.
-        """
-        at_head = ran and next(iter(self._prefills), None) == key
+    def end_prefill(self, key: int, uncached_tokens: int, now_s: float, *, ran: bool) -> Burst | None:
+        """The prefill under ``key`` answered (``ran``) or was called off; returns what it was computed with."""
+        at_head = next(iter(self._prefills), None) == key
         work_s = self._prefills.pop(key, None)
         if work_s is None:
             return None
-        took_s = now_s - self._head_since_s if at_head else None
+        burst = self._bursts.end(work_s, at_head, now_s) if ran else None
+        if at_head and not ran:
+            self._bursts.begin(now_s)
         self.prefill_tokens -= uncached_tokens
         self._queued_s = self._queued_s - work_s if self._prefills else 0.0
         if ran or not self._prefills:
             self._head_since_s = now_s
         self._weigh()
-        return took_s
+        return burst
 
     def begin_decode(self, tokens: int) -> None:
         """A sequence of ``tokens`` context will live here."""
@@ -160,6 +163,11 @@ class PlaceLoad:
         view.requests = self.requests
         view.prefill_tokens = self.prefill_tokens
         view.decode_tokens = self.decode_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether any prefill was sent that has not ended."""
+        return bool(self._prefills)
 
     def rho(self, now_s: float) -> float:
         """Offered prefill seconds per second, averaged over about ``window_s``."""

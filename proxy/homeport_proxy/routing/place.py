@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from homeport_engines.base import EngineStats
+from homeport_proxy.routing.bursts import Burst
 from homeport_proxy.routing.calibration import Confidence, PrefillRates
 from homeport_proxy.routing.load import PlaceLoad
 from homeport_proxy.routing.views import PlaceSpec, PlaceView, Rates, State
 
 _OWN_OBSERVATIONS = 4
 """Prefills seen before a place's speeds are its own."""
+
+_JOINING_S = 0.05
+"""After so long nothing more of one engine step comes."""
 
 _FORGET_EVERY = 40
 """Observations between two rebuilds of a place's index: a systematic fault is shown, not chased."""
@@ -47,6 +51,7 @@ class Place:
         self.forgotten_at = -_FORGET_EVERY
         self.rates = self._spec_rates = Rates(t0_s=-1.0)
         self.prefill_rates = PrefillRates(self.rates)
+        self._untold: Burst | None = None
         self.view = PlaceView(spec.name, spec.backend, spec.role)
         self.renew(spec)
 
@@ -69,9 +74,19 @@ class Place:
         self.rates = self.view.rates = self.prefill_rates.rates = rates
         self.load.fixed_s = max(rates.t0_s, 0.02)
 
-    def learn_prefill(self, uncached_tokens: int, cached_tokens: int, took_s: float) -> None:
-        """A prefill took the engine ``took_s``."""
-        self.set_rates(self.prefill_rates.observe(uncached_tokens, cached_tokens, took_s))
+    def learn_prefill(self, burst: Burst, now_s: float) -> None:
+        """A request of ``burst`` is over. What was computed together is told together, when no other can join."""
+        if self._untold is not None and self._untold is not burst:
+            self._tell(self._untold)
+        self._untold = burst
+        if not self.load.prefilling or now_s - burst.ended_s > _JOINING_S:
+            self._tell(burst)
+
+    def _tell(self, burst: Burst) -> None:
+        if burst.whole and not burst.told:
+            burst.told = True
+            took_s = burst.ended_s - burst.began_s - self.rates.rtt_s
+            self.set_rates(self.prefill_rates.observe(burst.parts.values(), took_s))
 
     def borrow(self, other: Place) -> None:
         """Take another place's learned speeds (scaled by the configured capacities) until there are enough own ones.
