@@ -1,7 +1,9 @@
 """KV events: encodings, hashes, streams with faults. An index that says exact is right."""
 
 import hashlib
+import tracemalloc
 from dataclasses import dataclass, field
+from random import Random
 
 import cbor2
 import msgspec
@@ -18,7 +20,7 @@ from homeport_engines.vllm.kv import (
     block_hashes,
     decode_batch,
 )
-from homeport_proxy.routing.index.book import BlockBook
+from homeport_proxy.routing.index.book import BYTES_PER_BLOCK, BlockBook
 from homeport_proxy.routing.index.exact import ExactIndex
 from homeport_proxy.routing.views import PrefixKeys, RoutingSettings
 from routing.routing_kit import Fleet, chain, request, spec
@@ -114,6 +116,20 @@ def test_a_windowed_group_needs_only_its_last_block() -> None:
     assert book.resident([1, 2, 3, 4]).device_blocks == 0
     book.removed([2], "GPU", 0)
     assert book.resident([1, 2, 3, 4]).device_blocks == 0
+
+
+def test_a_book_takes_no_more_memory_than_it_says() -> None:
+    rng = Random(1)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        book = BlockBook()
+        for _ in range(440):  # just above a size at which the dictionary has grown
+            book.stored([rng.getrandbits(64) for _ in range(100)], None, "GPU", 0, 16)
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert used <= len(book) * BYTES_PER_BLOCK
 
 
 @dataclass

@@ -1,5 +1,10 @@
 """The leaf-first LRU against a plain model of an engine's cache, and its bounds."""
 
+import tracemalloc
+from array import array
+from random import Random
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,6 +138,31 @@ def test_the_approximate_index_is_bounded_in_bytes_over_all_places() -> None:
         assert index.bytes <= budget
     assert index.cached_tokens("d7", request("s3999", 4)) > 0
     assert index.cached_tokens("d0", request("s0", 4)) == 0
+
+
+@pytest.mark.parametrize(
+    ("sessions", "blocks", "turns", "places"), [(200, 100, 1, 1), (2_000, 10, 1, 8), (40, 400, 20, 64)]
+)
+def test_the_index_takes_no_more_memory_than_it_says(sessions: int, blocks: int, turns: int, places: int) -> None:
+    rng = Random(1)
+    head = [rng.getrandbits(64) for _ in range(4)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        index = ApproximateIndex(10**9, default_kv_tokens=10**9)
+        for place in range(places):
+            index.set_place(f"d{place}", None)
+        empty = tracemalloc.get_traced_memory()[0] - before
+        for number in range(sessions):
+            keys = array("Q", head)
+            for _ in range(turns):
+                keys.extend(rng.getrandbits(64) for _ in range(blocks // turns))
+                index.sent(f"d{number % places}", request("s", prefix=PrefixKeys(keys[:])))
+            index.settled(f"d{number % places}")
+        used = tracemalloc.get_traced_memory()[0] - before - empty
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * index.bytes < used <= index.bytes
 
 
 def test_a_place_holds_what_its_engine_can() -> None:
