@@ -21,6 +21,7 @@ class Downstream:
     __slots__ = (
         "_chunked",
         "_head",
+        "_protocol",
         "_request",
         "_transport",
         "body_bytes",
@@ -33,6 +34,7 @@ class Downstream:
 
     def __init__(self, request: web.BaseRequest) -> None:
         self._request = request
+        self._protocol = request.protocol
         self._transport = request.transport
         self._chunked = False
         self._head = b""
@@ -51,7 +53,7 @@ class Downstream:
     @property
     def paused(self) -> bool:
         """The client reads more slowly than we write."""
-        return self._request.protocol.writing_paused
+        return self._protocol.writing_paused
 
     async def drained(self) -> None:
         """Wait until the client has read enough. Raises ConnectionError when it is gone."""

@@ -52,12 +52,13 @@ def to_engine(
     ``hops_to_peer`` keeps ``x-homeport-*`` of clients' own vocabulary (kind, final): a peer proxy understands them.
     """
     deny = _denied(tuple(put), drop_credentials)
-    if named := _named_in_connection(client):
-        deny |= named
+    lowered = [name.lower() for name, _ in client]
+    if b"connection" in lowered:
+        deny |= _named_in_connection(client)
     kept = [
-        (name, value)
-        for name, value in client
-        if (lower := name.lower()) not in deny
+        pair
+        for pair, lower in zip(client, lowered, strict=True)
+        if lower not in deny
         and (not lower.startswith(b"x-homeport-") or (hops_to_peer and lower != b"x-homeport-hops"))
     ]
     kept += [(name.encode(), value.encode("latin-1")) for name, value in put.items()]
@@ -93,14 +94,12 @@ def to_client(
 ) -> list[tuple[bytes, bytes]]:
     """An engine's headers as the client gets them, then ours. A peer proxy's ``x-homeport-*`` stay unless we say it."""
     deny: Set[bytes] = _RESPONSE_DENY
-    if named := _named_in_connection(head.headers):
-        deny |= named
+    if head.get(b"connection") is not None:
+        deny |= _named_in_connection(head.headers)
     if from_peer:
         deny |= {name.encode() for name in added}
     kept = [
-        (name, value)
-        for name, value in head.headers
-        if name not in deny and (from_peer or not name.startswith(b"x-homeport-"))
+        pair for pair in head.headers if pair[0] not in deny and (from_peer or not pair[0].startswith(b"x-homeport-"))
     ]
     if stream:
         names = {name for name, _ in kept}

@@ -152,7 +152,7 @@ class Relay:
             self._leg.state = State.FIRST_TOKEN  # no tokens to wait for: from here on only silence counts
             self._plan.on_first_token()
         if self._mode is Mode.STREAM:
-            if self._must_wait():
+            if self._plan.fix_usage and self._must_wait():
                 self._early.append(data)
                 return
             self._on_stream(data)

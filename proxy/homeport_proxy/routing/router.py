@@ -21,7 +21,7 @@ from homeport_proxy.routing.index import Index
 from homeport_proxy.routing.index.combined import PrefixIndex
 from homeport_proxy.routing.learning import learn_index, learn_speeds, scoped, sight
 from homeport_proxy.routing.place import ForeignLoad, Place
-from homeport_proxy.routing.policies import Policy
+from homeport_proxy.routing.policies import DRAWING, Policy
 from homeport_proxy.routing.queue import Held, VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
 from homeport_proxy.routing.shortlist import Shortlist
@@ -42,6 +42,8 @@ from homeport_proxy.routing.views import (
     Ticket,
     Word,
 )
+
+_UNDRAWN = Random(0)
 
 
 class Router:
@@ -425,7 +427,8 @@ class Router:
         views = self._views(request, session, exclude, now_s)
         seed = self._seed + flight_seed(request.request_id)
         refused = tuple(sorted(exclude))
-        decision = decide(request, views, now_s, Random(seed), self.settings, self._policy, refused, session.homeless)
+        rng = Random(seed) if self._policy is not None or self.settings.policy in DRAWING else _UNDRAWN
+        decision = decide(request, views, now_s, rng, self.settings, self._policy, refused, session.homeless)
         shadows = self._shadows.decide(request, views, now_s, seed, self.settings, decision)
         if self._log is not None:
             homeless = session.homeless

@@ -20,4 +20,7 @@ POLICIES: Mapping[str, Policy] = {
     "round-robin": round_robin.choose,
 }
 
-__all__ = ["POLICIES", "Choice", "Policy"]
+DRAWING = frozenset({"round-robin"})
+"""Those that draw from their generator: seeding one takes a twentieth of a decision."""
+
+__all__ = ["DRAWING", "POLICIES", "Choice", "Policy"]
