@@ -121,6 +121,7 @@ def simulated(rates: Rates, cache_tokens: int) -> Row:
             per_context_token_s=rates.per_context_token_s,
         ),
         sessions=Sessions(spread_s_per_session=SPREAD_S),
+        steps=True,
     )
     return Simulation(agents(SESSIONS), cluster, "cost", seed=1, whole=True).run().row("simulated", 1)
 
