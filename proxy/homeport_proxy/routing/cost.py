@@ -61,6 +61,6 @@ def decode_slowdown_s(place: PlaceView, prompt_tokens: int, output_tokens: int) 
     return output_tokens / max(place.tokens_per_step, 1.0) * (theirs_s + others * own_s)
 
 
-def cluster_rho(places: Sequence[PlaceView]) -> float:
-    """Mean offered prefill load of the places that prefill (1 = all of their time)."""
-    return sum(place.rho for place in places) / len(places) if places else 0.0
+def cluster_rho(rhos: Sequence[float]) -> float:
+    """Mean offered prefill load, of those of the places that prefill (1 = all of their time)."""
+    return sum(rhos) / len(rhos) if rhos else 0.0

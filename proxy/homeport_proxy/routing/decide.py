@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from random import Random
 
 from homeport_proxy.routing.disaggregate import prefill_plan
 from homeport_proxy.routing.policies import POLICIES, Choice, Policy
@@ -14,7 +13,7 @@ def decide(
     request: RequestView,
     places: Sequence[PlaceView],
     now_s: float,
-    rng: Random,
+    seed: int,
     settings: RoutingSettings,
     policy: Policy | None = None,
     refused: Collection[str] = (),
@@ -29,7 +28,7 @@ def decide(
     """
     home = next((place for place in places if place.home), None)
     usable = _usable(places, home)
-    choice = (policy or POLICIES[settings.policy])(request, usable, now_s, rng, settings)
+    choice = (policy or POLICIES[settings.policy])(request, usable, now_s, seed, settings)
     place = choice.place
     plan = None
     if place.role == "decode":

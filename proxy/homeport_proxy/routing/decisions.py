@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from random import Random
 
 import msgspec
 
@@ -75,7 +74,7 @@ def replay(record: DecisionRecord) -> Decision | None:
             record.request,
             record.places,
             record.ts_s,
-            Random(record.seed),
+            record.seed,
             record.settings,
             None,
             record.refused,
@@ -124,7 +123,7 @@ class Shadows:
         chosen = {}
         for name in self._names:
             policy = POLICIES[name]
-            on_paper = decide(request, places, now_s, Random(seed), settings, policy)
+            on_paper = decide(request, places, now_s, seed, settings, policy)
             chosen[name] = on_paper.place
             self._agreed[name] += on_paper.place == decision.place
             prices = decision.costs or on_paper.costs

@@ -65,7 +65,7 @@ def best_prefill(
     request: RequestView, places: Sequence[PlaceView], now_s: float, settings: RoutingSettings
 ) -> PrefillPlan:
     """The prefill place of the lowest ``wait + P + k * (P - P_min) + tau * rho + rtt``; ties by rendezvous hash."""
-    k = shadow_factor(settings, cluster_rho(places))
+    k = shadow_factor(settings, cluster_rho([place.rho for place in places]))
     plans = []
     for place in places:
         cached = place.expected_cached_tokens

@@ -6,14 +6,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import count
-from random import Random
-from statistics import fmean
 from zlib import crc32
 
 from homeport_engines.base import EngineStats
 from homeport_engines.vllm.kv import KvBatch
 from homeport_proxy.routing.causes import PromptTrace, book
-from homeport_proxy.routing.cost import shadow_factor, tiered_prefill_s
+from homeport_proxy.routing.cost import cluster_rho, shadow_factor, tiered_prefill_s
 from homeport_proxy.routing.decide import dearer_by_s, decide
 from homeport_proxy.routing.decisions import Shadows, recorded
 from homeport_proxy.routing.flight import Flight
@@ -21,7 +19,7 @@ from homeport_proxy.routing.index import Index
 from homeport_proxy.routing.index.combined import PrefixIndex
 from homeport_proxy.routing.learning import learn_index, learn_speeds, scoped, sight
 from homeport_proxy.routing.place import ForeignLoad, Place
-from homeport_proxy.routing.policies import DRAWING, Policy
+from homeport_proxy.routing.policies import Policy
 from homeport_proxy.routing.queue import Held, VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
 from homeport_proxy.routing.shortlist import Shortlist
@@ -42,8 +40,6 @@ from homeport_proxy.routing.views import (
     Ticket,
     Word,
 )
-
-_UNDRAWN = Random(0)
 
 
 class Router:
@@ -427,8 +423,7 @@ class Router:
         views = self._views(request, session, exclude, now_s)
         seed = self._seed + flight_seed(request.request_id)
         refused = tuple(sorted(exclude))
-        rng = Random(seed) if self._policy is not None or self.settings.policy in DRAWING else _UNDRAWN
-        decision = decide(request, views, now_s, rng, self.settings, self._policy, refused, session.homeless)
+        decision = decide(request, views, now_s, seed, self.settings, self._policy, refused, session.homeless)
         shadows = self._shadows.decide(request, views, now_s, seed, self.settings, decision)
         if self._log is not None:
             homeless = session.homeless
@@ -486,7 +481,7 @@ class Router:
         if not idle:
             return []
         rhos = [place.load.rho(now_s) for place in self._places.values() if place.spec.role != "decode"]
-        k = shadow_factor(self.settings, fmean(rhos) if rhos else 0.0)
+        k = shadow_factor(self.settings, cluster_rho(rhos))
         decided: list[Ticket] = []
         for held in list(self._queues.movable()):
             costs = held.decision.costs

@@ -32,7 +32,7 @@ class Sglang:
     match: float = 0.3
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
         places = hosts(places)
         counts = [place.requests for place in places]
@@ -40,7 +40,7 @@ class Sglang:
         warmest = max(places, key=lambda place: (_share(place, request), -place.requests))
         if not imbalanced and _share(warmest, request) > self.match:
             return Choice(warmest)
-        return Choice(_fewest(places, rng))
+        return Choice(_fewest(places, Random(seed)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class LlmD:
     prefix: float = 3.0
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
         places = hosts(places)
         waiting = [place.waiting for place in places]
@@ -76,7 +76,7 @@ class LlmDLatency:
     weak: float = 0.80
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
         places = hosts(places)
         ttft = {place.name: predicted_ttft_s(place, request) for place in places}
@@ -103,7 +103,7 @@ class Dynamo:
     block_tokens: int = 512
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
         places = hosts(places)
         new = request.prompt_tokens / self.block_tokens
@@ -123,7 +123,7 @@ class Preble:
     ratio: float = 1.0
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
         places = hosts(places)
         longest = max(place.cached_tokens or 0 for place in places)
@@ -145,14 +145,14 @@ class Chwbl:
     bound: float = 1.25
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
         places = hosts(places)
         limit = self.bound * (sum(place.requests for place in places) + 1) / len(places)
         for place in sorted(places, key=lambda place: rank(request.session, place.name), reverse=True):
             if place.requests + 1 <= max(limit, 1.0):
                 return Choice(place)
-        return Choice(_fewest(places, rng))
+        return Choice(_fewest(places, Random(seed)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +162,14 @@ class AIBrix:
     spread: float = 1.0
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
         places = hosts(places)
         counts = [place.requests for place in places]
         limit = fmean(counts) + self.spread * pstdev(counts)
         warm = [place for place in places if place.requests <= limit and place.cached_tokens]
         if not warm:
-            return Choice(_fewest(places, rng))
+            return Choice(_fewest(places, Random(seed)))
         return Choice(max(warm, key=lambda place: (place.cached_tokens or 0, -place.requests)))
 
 
@@ -178,9 +178,9 @@ class PowerOfTwo:
     """The one of two drawn places that has fewer requests in flight."""
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
-        places = hosts(places)
+        places, rng = hosts(places), Random(seed)
         return Choice(_fewest(rng.sample(places, min(2, len(places))), rng))
 
 
@@ -189,7 +189,7 @@ class SessionRing:
     """Each session at its hash's place, whatever the load there."""
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
         return Choice(max(hosts(places), key=lambda place: rank(request.session, place.name)))
 
@@ -201,7 +201,7 @@ class Turns:
     turn: Iterator[int] = field(default_factory=count)
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
         places = hosts(places)
         return Choice(places[next(self.turn) % len(places)])
@@ -212,9 +212,9 @@ class LeastRequests:
     """Fewest requests in flight; ties at random. What an open-loop trace's load is calibrated with."""
 
     def __call__(
-        self, request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+        self, request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
     ) -> Choice:
-        return Choice(_fewest(hosts(places), rng))
+        return Choice(_fewest(hosts(places), Random(seed)))
 
 
 def _fewest(places: Sequence[PlaceView], rng: Random) -> PlaceView:

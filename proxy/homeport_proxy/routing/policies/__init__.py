@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from random import Random
 
 from homeport_proxy.routing.policies import cost, least_tokens, prefix, round_robin, session
 from homeport_proxy.routing.policies.choice import Choice
 from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
 
-Policy = Callable[[RequestView, Sequence[PlaceView], float, Random, RoutingSettings], Choice]
+Policy = Callable[[RequestView, Sequence[PlaceView], float, int, RoutingSettings], Choice]
 """Chooses one of the places given, which all can serve the request (never empty)."""
 
 POLICIES: Mapping[str, Policy] = {
@@ -20,7 +19,4 @@ POLICIES: Mapping[str, Policy] = {
     "round-robin": round_robin.choose,
 }
 
-DRAWING = frozenset({"round-robin"})
-"""Those that draw from their generator: seeding one takes a twentieth of a decision."""
-
-__all__ = ["DRAWING", "POLICIES", "Choice", "Policy"]
+__all__ = ["POLICIES", "Choice", "Policy"]

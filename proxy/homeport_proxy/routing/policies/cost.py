@@ -28,7 +28,6 @@ is possible); a global imbalance switch (one hot place makes everybody lose loca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
 from homeport_proxy.routing.cost import cluster_rho, decode_slowdown_s, queue_wait_s, shadow_factor, tiered_prefill_s
 from homeport_proxy.routing.disaggregate import prefill_plan
@@ -39,12 +38,12 @@ TIE_S = 1e-3
 
 
 def choose(
-    request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+    request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
 ) -> Choice:
     """The place of the lowest cost; ``places`` may include prefill places, which only serve decode places' prefills."""
     prefills = [place for place in places if place.role == "prefill"]
     hosts = [place for place in places if place.role != "prefill"]
-    rho = cluster_rho([place for place in places if place.role != "decode"] or hosts)
+    rho = cluster_rho([place.rho for place in places if place.role != "decode"] or [place.rho for place in hosts])
     k = shadow_factor(settings, rho)
     known = any(place.home for place in hosts)
     tau_s = settings.tau_later_s if known else settings.tau_first_s

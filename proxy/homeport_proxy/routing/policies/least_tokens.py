@@ -12,7 +12,6 @@ Rejected: fewest requests (one request of 100,000 tokens weighs as much as one o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
 from homeport_proxy.routing.policies.choice import Choice, best, hosts
 from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
@@ -24,7 +23,7 @@ def load_s(place: PlaceView) -> float:
 
 
 def choose(
-    request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+    request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
 ) -> Choice:
     """The least loaded place; ties by rendezvous hash."""
     places = hosts(places)

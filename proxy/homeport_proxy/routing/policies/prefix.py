@@ -13,7 +13,6 @@ the smallest tree (it stays smallest as long as it is slow, and draws everything
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
 from homeport_proxy.routing.policies.choice import Choice, best, hosts
 from homeport_proxy.routing.policies.least_tokens import load_s
@@ -21,7 +20,7 @@ from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
 
 
 def choose(
-    request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+    request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
 ) -> Choice:
     """The warmest place within the bound, else the least loaded."""
     places = hosts(places)

@@ -13,7 +13,6 @@ agentic traffic); a ring of virtual nodes (uneven at small n, and no simpler).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
 
 from homeport_proxy.routing.policies.choice import Choice, hosts
 from homeport_proxy.routing.policies.least_tokens import load_s
@@ -22,7 +21,7 @@ from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
 
 
 def choose(
-    request: RequestView, places: Sequence[PlaceView], now_s: float, rng: Random, settings: RoutingSettings
+    request: RequestView, places: Sequence[PlaceView], now_s: float, seed: int, settings: RoutingSettings
 ) -> Choice:
     """The best-liked place within the bound."""
     places = hosts(places)
