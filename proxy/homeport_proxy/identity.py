@@ -9,7 +9,6 @@ Keys are namespaced by tenant and model and leave this module only as digests.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from homeport_proxy.document import Document
 from homeport_proxy.exchange import GENERATING, Exchange, Identity
 from homeport_proxy.marks import Marks
 from homeport_proxy.routing.views import Kind
+from homeport_proxy.splice import document_of
 
 PARENT_HEADERS = (
     "x-parent-session-affinity",
@@ -288,10 +288,9 @@ def _claude_session(user_id: str) -> str | None:
         return match.group(1)
     if user_id.lstrip().startswith("{"):
         try:
-            fields = json.loads(user_id)
-        except (ValueError, RecursionError):
+            session = document_of(user_id.encode()).get("session_id")
+        except ValueError:
             return None
-        session = fields.get("session_id") if isinstance(fields, dict) else None
         return session if isinstance(session, str) and session else None
     return None
 

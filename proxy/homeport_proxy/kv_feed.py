@@ -9,18 +9,19 @@ wildcard's port (``tcp://*:5557``) or a local socket, and to any other address i
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
+from homeport.fingerprint import JsonValue
 from homeport_engines.vllm.events import KvEventSubscriber
 from homeport_engines.vllm.kv import KvBatch
 from homeport_proxy.config import Backend, KvEventSource, is_loopback
 from homeport_proxy.fleet import Member
 from homeport_proxy.probe import ProbeError, Prober
+from homeport_proxy.splice import document_of
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +165,8 @@ async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:
         ]
     try:
         async with Prober(timeout_s) as prober:
-            by_rank = json.loads(await prober.get(backend, "/kv_event_sources"))
+            text = await prober.get(backend, "/kv_event_sources")
+        by_rank = cast("dict[str, dict[str, JsonValue]]", document_of(text.encode()))
         return [
             Source(
                 int(rank),
@@ -174,7 +176,7 @@ async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:
             )
             for rank, entry in by_rank.items()
         ]
-    except (ProbeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ProbeError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +13,7 @@ from homeport_engines.registry import kind, transfer_of
 from homeport_proxy.config import Backend, Config, ConfigError, missing_secrets
 from homeport_proxy.fleet import connector
 from homeport_proxy.probe import ProbeError, Prober, Served, client_tls, request_headers
+from homeport_proxy.splice import document_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +179,8 @@ async def _ask(prober: Prober, backend: Backend) -> Seen:
     version = telemetry_fault = None
     if backend.engine == "vllm":
         try:
-            version = str(json.loads(await prober.get(backend, "/version"))["version"])
-        except (ProbeError, ValueError, KeyError, TypeError, RecursionError):
+            version = str(document_of((await prober.get(backend, "/version")).encode())["version"])
+        except (ProbeError, ValueError, KeyError):
             version = None
     path = kind(backend.engine).metrics_path
     if path is not None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
+from typing import cast
 
 import aiohttp
 
+from homeport.fingerprint import JsonValue
 from homeport_engines.registry import kind
 from homeport_proxy.config import Backend, ClientTls, ConfigError, Keyed
+from homeport_proxy.splice import document_of
 
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 
@@ -109,10 +111,10 @@ class Prober:
         """The models of the engine. Raises :class:`ProbeError`."""
         text = await self.get(backend, "/v1/models")
         try:
-            entries = json.loads(text)["data"]
+            entries = cast("list[dict[str, JsonValue]]", document_of(text.encode())["data"])
             names = frozenset(str(entry["id"]) for entry in entries)
             lengths = [entry.get("max_model_len") for entry in entries]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ProbeError("/v1/models is not a list of models") from None
         return Served(names, max((n for n in lengths if isinstance(n, int)), default=None))
 
