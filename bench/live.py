@@ -11,7 +11,8 @@ import argparse
 import asyncio
 import json
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 
 from homeport_engines.emulator import Emulator, EmulatorSettings
@@ -60,6 +61,30 @@ def simulated(workload: Workload, seed: int) -> Row:
     return Simulation(workload, CLUSTER, "cost", seed=seed, whole=True).run().row("simulated", seed)
 
 
+@asynccontextmanager
+async def proxy_before(backends: Sequence[Mapping[str, str]]) -> AsyncIterator[tuple[str, Control]]:
+    """A proxy of this process before these engines: its /v1, and its parts."""
+    document = {"listen": "127.0.0.1:0", "regions": {"local": {"backends": backends}}, "log": {"level": "warning"}}
+    control = Control(configuration.parse(json.dumps(document)))
+    proxy = Proxy(control)
+    await control.start()
+    try:
+        await proxy.start()
+        yield f"http://127.0.0.1:{await proxy.listen('127.0.0.1', 0)}/v1", control
+    finally:
+        await proxy.stop()
+        await control.stop()
+
+
+def over(live: Row, model: Row) -> dict[str, float]:
+    """What was lived over what was simulated, by figure."""
+    return {
+        name: round(getattr(live, name) / getattr(model, name), 3)
+        for name in ("hit_ratio", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s")
+        if getattr(live, name) and getattr(model, name)
+    }
+
+
 async def lived(workload: Workload, seed: int, speed: float) -> Row:
     """The workload through a proxy and emulated engines; times in emulated seconds."""
     prefill, decode = CLUSTER.prefill, CLUSTER.decode
@@ -81,14 +106,7 @@ async def lived(workload: Workload, seed: int, speed: float) -> Row:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(Emulator(settings)) for _ in range(CLUSTER.replicas)]
         backends = [{"name": f"e{number}", "url": engine.url} for number, engine in enumerate(engines)]
-        document = {"listen": "127.0.0.1:0", "regions": {"local": {"backends": backends}}}
-        control = Control(configuration.parse(json.dumps(document)))
-        proxy = Proxy(control)
-        await control.start()
-        stack.push_async_callback(control.stop)
-        await proxy.start()
-        stack.push_async_callback(proxy.stop)
-        url = f"http://127.0.0.1:{await proxy.listen('127.0.0.1', 0)}/v1"
+        url, _ = await stack.enter_async_context(proxy_before(backends))
         options = LiveOptions(
             url, speed=speed, spread_s=CLUSTER.sessions.spread_s_per_session, max_output_tokens=OUTPUT_TOKENS
         )
@@ -107,12 +125,8 @@ def main() -> int:
     args = parser.parse_args()
     workload = agents()
     model, live = simulated(workload, args.seed), asyncio.run(lived(workload, args.seed, args.speed))
-    ratios = {
-        name: round(getattr(live, name) / getattr(model, name), 3)
-        for name in ("hit_ratio", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s")
-        if getattr(live, name) and getattr(model, name)
-    }
-    json.dump({"simulated": asdict(model), "live": asdict(live), "live over simulated": ratios}, sys.stdout, indent=1)
+    found = {"simulated": asdict(model), "live": asdict(live), "live over simulated": over(live, model)}
+    json.dump(found, sys.stdout, indent=1)
     print()
     return 0
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from homeport_engines.cachedir import cache_dir
+from homeport_proxy.local.checks import free_port
 
 Command = Callable[[Path, int, int], list[str]]
 """From its environment, the port to listen on and the engine's port to its command line."""
@@ -48,8 +50,7 @@ class Peer:
             if shutil.which(self.name) is None:
                 raise SystemExit(f"{self.name} is not installed; leave it out of --peers")
             return Path("/")
-        cache = Path(os.environ.get("HOMEPORT_CACHE") or Path.home() / ".cache" / "homeport")
-        home = cache / "peers" / self.title.replace(" ", "-")
+        home = cache_dir() / "peers" / self.title.replace(" ", "-")
         if not (home / "bin" / self.name).exists():
             uv = str(Path(sys.prefix) / "bin" / "uv")
             print(f"installing {self.title} into {home}", file=sys.stderr, flush=True)
@@ -88,13 +89,6 @@ def _nginx(_: Path, port: int, engine_port: int) -> list[str]:
         }}
     """
     return ["nginx", "-c", str(_file("nginx.conf", text))]
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def _file(name: str, text: str) -> Path:

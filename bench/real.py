@@ -19,11 +19,9 @@ import urllib.request
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from bench.live import over, proxy_before
 from homeport_engines.vllm import telemetry
-from homeport_proxy import config as configuration
-from homeport_proxy.app import Proxy
 from homeport_proxy.commands import up
-from homeport_proxy.control import Control
 from homeport_proxy.local.display import PlainDisplay
 from homeport_proxy.local.supervisor import Supervisor
 from homeport_proxy.routing.views import Rates
@@ -37,7 +35,6 @@ BLOCK_TOKENS = 128
 SESSIONS, TURNS = 10, 5
 SPREAD_S = 6.0
 OUTPUT_TOKENS = 24
-REGION = "local"
 
 
 def agents(first: int) -> Workload:
@@ -81,25 +78,17 @@ async def played(supervisor: Supervisor) -> tuple[Row, Rates]:
     for engine in supervisor.plan.engines:
         os.environ[engine.key_variable] = engine.key
         backends.append({"name": engine.name, "url": engine.url, "key_env": engine.key_variable})
-    document = {"listen": "127.0.0.1:0", "regions": {REGION: {"backends": backends}}, "log": {"level": "warning"}}
-    control = Control(configuration.parse(json.dumps(document)))
-    proxy = Proxy(control)
-    await control.start()
-    try:
-        await proxy.start()
+    async with proxy_before(backends) as (url, control):
         options = LiveOptions(
-            f"http://127.0.0.1:{await proxy.listen('127.0.0.1', 0)}/v1",
+            url,
             shrink=await asyncio.to_thread(tokens_per_word, supervisor),
             spread_s=SPREAD_S,
             max_output_tokens=OUTPUT_TOKENS,
         )
         await replay_live(agents(0), options, 0)
-        known = control.routers[REGION].status(time.monotonic()).places
+        known = control.routers["local"].status(time.monotonic()).places
         samples = await replay_live(agents(SESSIONS), options, 1)
         return samples.row("live", 1), mean([place.rates for place in known.values()])
-    finally:
-        await proxy.stop()
-        await control.stop()
 
 
 def mean(rates: list[Rates]) -> Rates:
@@ -140,14 +129,9 @@ def main() -> int:
         finally:
             supervisor.stop()
     model = simulated(rates, size)
-    ratios = {
-        name: round(getattr(live, name) / getattr(model, name), 3)
-        for name in ("hit_ratio", "ttft_p50_s", "ttft_p90_s")
-        if getattr(live, name) and getattr(model, name)
-    }
     learned = {name: round(value, 5) for name, value in asdict(rates).items()}
-    found = {"learned": learned, "simulated": asdict(model), "live": asdict(live), "live over simulated": ratios}
-    json.dump(found, sys.stdout, indent=1)
+    rows = {"simulated": asdict(model), "live": asdict(live), "live over simulated": over(live, model)}
+    json.dump({"learned": learned, **rows}, sys.stdout, indent=1)
     print()
     return 0
 

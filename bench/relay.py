@@ -25,7 +25,8 @@ from typing import Protocol
 
 import psutil
 
-from bench.peers import PEERS, Peer, free_port
+from bench.peers import PEERS, Peer
+from homeport_proxy.local.checks import free_port
 
 SIZES_KB = (1, 100, 400)
 CHUNKS = 200
