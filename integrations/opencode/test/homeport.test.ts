@@ -1,6 +1,5 @@
 import assert from "node:assert/strict"
-import { mkdtempSync, readFileSync, writeFileSync, mkdirSync } from "node:fs"
-import { tmpdir } from "node:os"
+import { readFileSync, writeFileSync, mkdirSync } from "node:fs"
 import { join } from "node:path"
 import { test } from "node:test"
 import { emptyBooks, enter, lostTokens, total } from "../src/books.js"
@@ -12,10 +11,10 @@ import { ownHeader, wantsCacheKey } from "../src/providers.js"
 import { render, summarise } from "../src/report.js"
 import { Store } from "../src/store.js"
 import { VERSION } from "../src/version.js"
+import { folder } from "./folder.js"
 import { hear, holds, isGone, warmth } from "../src/warmth.js"
 import { TICKET, watch, watchUsage } from "../src/wire.js"
 
-const folder = (): string => mkdtempSync(join(tmpdir(), "homeport-"))
 const from = (session: string, agent = "build") => ({
   session,
   agent,

@@ -6,9 +6,7 @@ import { systemOf, textOf, toolName, toolsOf, userTurnsOf, type Api, type JsonOb
 import { Store, type SessionState } from "../src/store.js"
 import { hear } from "../src/warmth.js"
 import { answer, asked, commandTemplate, withoutReports } from "../src/reply.js"
-import { mkdtempSync } from "node:fs"
-import { tmpdir } from "node:os"
-import { join } from "node:path"
+import { folder } from "./folder.js"
 
 const { options } = readOptions(undefined)
 const sender: Sender = { session: "ses_1", parent: null, root: "ses_1", agent: "build", providerID: "lab", modelID: "m", kind: "main" }
@@ -16,7 +14,7 @@ const MODEL = modelOf(sender)
 const START_MS = Date.UTC(2026, 0, 1)
 
 function state(): SessionState {
-  return new Store(mkdtempSync(join(tmpdir(), "homeport-")), 10).open("ses_1", START_MS)
+  return new Store(folder(), 10).open("ses_1", START_MS)
 }
 
 function environment(folder: string, date: string): string {
