@@ -162,6 +162,7 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._abort_open()
+        self.relay = None  # it asks this attempt back: a circle that would keep the body until Python looks for such
         if self.held is not None and isinstance(error, asyncio.CancelledError):
             _free(self._desk, self._exchange, self._job, self.held)
             self.held = None
