@@ -20,8 +20,7 @@ MOONCAKE_BOOTSTRAP_PORT = 8998
 """vLLM's default ``VLLM_MOONCAKE_BOOTSTRAP_PORT``."""
 
 
-@dataclass(slots=True)
-class Engine:
+class Engine(msgspec.Struct):
     """One place, ready to be called. ``put`` replaces headers of the same name; ``own_key`` keeps the client's away.
     ``aside``: connections for questions beside a request, which must not make the request's own look long in use."""
 

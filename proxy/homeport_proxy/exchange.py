@@ -2,14 +2,17 @@
 
 Steps fill it in one direction (identify, admit, locate, place, hand off, relay, account); no step reaches back.
 All times are seconds of the event loop's monotonic clock unless a name says otherwise.
+
+What is made once a request is a ``msgspec.Struct``: a frozen dataclass of seven fields takes ten times as long to make.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from homeport.fingerprint import JsonValue
 from homeport_proxy.routing.views import NO_PREFIX, Decision, Kind, PrefixKeys
@@ -39,8 +42,7 @@ class State(IntEnum):
     DONE = 5
 
 
-@dataclass(slots=True)
-class LegRecord:
+class LegRecord(msgspec.Struct):
     """One request to one engine: a prefill leg, or the leg that answers the client."""
 
     place: str
@@ -55,8 +57,7 @@ class LegRecord:
     ended_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """Who is speaking. ``session`` is the opaque digest of the key (never empty for generating APIs).
 
     ``source`` says which rule found the key (a header's name, ``metadata.user_id``, ``prompt_cache_key``,
@@ -70,8 +71,7 @@ class Identity:
     final: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """The tenant behind a request, as far as the data plane needs it; ``name`` is empty when the proxy is open."""
 
     name: str = ""
@@ -84,8 +84,7 @@ class Caller:
 ANYBODY = Caller()
 
 
-@dataclass(slots=True)
-class TokenUsage:
+class TokenUsage(msgspec.Struct):
     """Tokens of one exchange as the client was told; None is "not reported", never zero."""
 
     prompt_tokens: int | None = None
@@ -93,8 +92,7 @@ class TokenUsage:
     output_tokens: int | None = None
 
 
-@dataclass(slots=True)
-class Exchange:
+class Exchange(msgspec.Struct):
     """What is known of one request. Fields below a comment are filled by the step it names."""
 
     request_id: str
@@ -138,7 +136,7 @@ class Exchange:
     """Seconds spent in late binding, and seconds the decision itself took."""
 
     # hand off, relay
-    legs: list[LegRecord] = field(default_factory=list)
+    legs: list[LegRecord] = []
     retries: int = 0
     prefill_s: float | None = None
     prefill_skipped: str | None = None
@@ -157,7 +155,7 @@ class Exchange:
     """The id of a Responses answer, by which later requests name it."""
 
     # account
-    usage: TokenUsage = field(default_factory=TokenUsage)
+    usage: TokenUsage = msgspec.field(default_factory=TokenUsage)
     outcome: Outcome | None = None
 
     @property

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import msgspec
+
 from homeport import fingerprint
 from homeport.fingerprint import Api, JsonValue
 from homeport_proxy.bounded import Bounded
@@ -55,8 +57,7 @@ class _Shape:
     without: set[bytes] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
+class _Found(msgspec.Struct, frozen=True):
     """A key as found: where, its bytes within the namespace, and its parent's."""
 
     source: str
@@ -65,8 +66,7 @@ class _Found:
     kind: Kind = "main"
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """What identity needs of a request: names, digests and flags, none of its text.
 
     ``named``: the key it gives itself; else ``shared``, a name that may stand for many conversations, and ``mark``, the

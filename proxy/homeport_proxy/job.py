@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -15,8 +14,7 @@ from homeport_proxy.splice import edit
 from homeport_proxy.upstream import RawHeaders
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct):
     """What is to be sent. ``put`` and ``drop`` are edits for every engine; ``raws`` the body's top-level members,
     None when the body is not JSON and travels as it is."""
 
@@ -26,8 +24,8 @@ class Job:
     headers: RawHeaders
     body: bytes
     raws: Mapping[str, msgspec.Raw] | None = None
-    put: dict[str, object] = field(default_factory=dict)
-    drop: set[str] = field(default_factory=set)
+    put: dict[str, object] = {}
+    drop: set[str] = set()
     stream: bool = False
     hide_usage: bool = False
     drop_credentials: bool = False

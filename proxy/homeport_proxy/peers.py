@@ -39,8 +39,7 @@ class RegionReport(msgspec.Struct, omit_defaults=True):
     backends: list[dict[str, object]] = []
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(msgspec.Struct, frozen=True):
     """Where a request is served. ``peer`` is set when that is another proxy; ``reason`` is empty at home.
     ``home_down``: the region that is the session's home cannot be used."""
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
+
+import msgspec
 
 from homeport.fingerprint import JsonValue
 from homeport_proxy.api.base import ClientApi, frame_parts, holds_internal, is_internal, parse, without_internal
@@ -37,16 +38,14 @@ class Mode(Enum):
     REFUSAL = auto()
 
 
-@dataclass(slots=True)
-class Refused:
+class Refused(msgspec.Struct):
     """An answer that was kept back: another engine may do better; else it is passed on as it is."""
 
     head: Head
     body: bytes
 
 
-@dataclass(slots=True)
-class Plan:
+class Plan(msgspec.Struct):
     """How one answer is relayed.
 
     ``headers(head, stream)`` gives the client's headers when the answer starts; ``refusals`` are the statuses that

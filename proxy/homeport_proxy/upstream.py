@@ -17,6 +17,7 @@ from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 IDLE_S = 4.0
 MAX_HEAD_BYTES = 1024 * 1024
@@ -33,8 +34,7 @@ class UpstreamError(Exception):
         self.timed_out = timed_out
 
 
-@dataclass(slots=True)
-class Head:
+class Head(msgspec.Struct):
     """The start of an engine's answer; header names in lower case, in the order they came."""
 
     status: int
