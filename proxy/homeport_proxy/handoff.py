@@ -31,7 +31,7 @@ from homeport_proxy.exchange import Exchange, LegRecord, State
 from homeport_proxy.health import Health, Part
 from homeport_proxy.ids import mint
 from homeport_proxy.job import Job
-from homeport_proxy.patience import Patience
+from homeport_proxy.patience import Patience, Watch
 from homeport_proxy.placer import Placer
 from homeport_proxy.relay import Plan, Refused, Relay
 from homeport_proxy.routing.views import Decision, Ticket
@@ -88,6 +88,7 @@ class Desk:
     placer: Placer
     timeouts: Callable[[], Timeouts]
     on_gap: Callable[[float], None] | None = None
+    watch: Watch = field(default_factory=Watch)
     orphans: Orphans = field(default_factory=lambda: Orphans())
     last_turns: Bounded[str, LastTurn] = field(default_factory=lambda: Bounded(LAST_TURNS_KEPT))
 
@@ -275,7 +276,7 @@ class Attempt:
         for fresh in (False, True):
             answer = Collector()
             connection = await self._send(engine, message, answer, record, "prefill", fresh=fresh)
-            patience = Patience(connection, within_s or self._first_token_s(), lambda: True)
+            patience = Patience(self._desk.watch, connection, within_s or self._first_token_s(), lambda: True)
             try:
                 head, body = await answer.finished()
             except UpstreamError as fault:
@@ -441,7 +442,8 @@ class Attempt:
             # without a stream the first token cannot be seen: wait for a healthy engine as long as it takes
             return streamed or member is None or health.state(member) == "down"
 
-        return Patience(connection, self._first_token_s(), overdue, idle_s=timeouts.idle_s, relay=relay)
+        watch = self._desk.watch
+        return Patience(watch, connection, self._first_token_s(), overdue, idle_s=timeouts.idle_s, relay=relay)
 
     def _first_token_s(self) -> float:
         expected = self._decision.expected_cached_tokens or 0

@@ -1,8 +1,9 @@
-"""Deadlines of one leg: to the first token, then between bytes. One timer, moved on instead of set anew per byte."""
+"""Deadlines of one leg: to the first token, then between bytes. One timer serves all legs."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from homeport_proxy.relay import Relay
@@ -12,6 +13,48 @@ ANSWER_S = 3600.0
 """The longest wait for an answer that is not streamed, whatever the engine's health says."""
 CLIENT_STALL_S = 600.0
 """How long a client may leave its answer unread."""
+LOOK_EVERY_S = 0.05
+"""The shortest time between two looks at all that wait: as late as a deadline may be noticed."""
+
+
+class Watch:
+    """All who wait for an engine now. Their one timer is set to the earliest deadline; setting and ending a timer for
+    each leg took 3 % of a short request's time."""
+
+    def __init__(self) -> None:
+        self._due_s: dict[Patience, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._look_s = math.inf
+
+    def begin(self, patience: Patience, due_s: float) -> None:
+        """Ask it when ``due_s`` has come."""
+        self._due_s[patience] = due_s
+        if due_s < self._look_s:
+            self._look_at(due_s)
+
+    def end(self, patience: Patience) -> None:
+        """Its leg is over."""
+        self._due_s.pop(patience, None)
+
+    def _look_at(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._look_s = at_s
+        self._timer = asyncio.get_running_loop().call_at(at_s, self._look)
+
+    def _look(self) -> None:
+        self._timer, self._look_s = None, math.inf
+        now_s = asyncio.get_running_loop().time()
+        for patience in [one for one, due_s in self._due_s.items() if due_s <= now_s]:
+            due_s = patience.ask(now_s)
+            if patience not in self._due_s:
+                continue  # ended by what it did
+            if due_s is None:
+                del self._due_s[patience]
+            else:
+                self._due_s[patience] = due_s
+        if self._due_s:
+            self._look_at(max(min(self._due_s.values()), now_s + LOOK_EVERY_S))
 
 
 class Patience:
@@ -24,6 +67,7 @@ class Patience:
 
     def __init__(
         self,
+        watch: Watch,
         connection: Connection,
         first_token_s: float,
         overdue: Callable[[], bool],
@@ -31,35 +75,25 @@ class Patience:
         idle_s: float | None = None,
         relay: Relay | None = None,
     ) -> None:
+        self._watch = watch
         self._connection = connection
         self._overdue = overdue
         self._first_token_s = first_token_s
         self._idle_s = idle_s
         self._relay = relay
-        self._loop = asyncio.get_running_loop()
-        self._started_s = self._loop.time()
+        self._started_s = asyncio.get_running_loop().time()
         self._stalled_since_s: float | None = None
-        self._timer: asyncio.TimerHandle | None = self._loop.call_later(self._next_s(), self._check)
+        watch.begin(self, self._started_s + self._next_s())
 
     def stop(self) -> None:
         """The leg is over."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._watch.end(self)
 
     def _next_s(self) -> float:
         return self._first_token_s if self._idle_s is None else min(self._first_token_s, self._idle_s)
 
-    def _check(self) -> None:
-        now_s = self._loop.time()
-        due_s = self._due_s(now_s)
-        if due_s is None:
-            self._timer = None
-            return
-        self._timer = self._loop.call_at(max(due_s, now_s + 0.001), self._check)
-
-    def _due_s(self, now_s: float) -> float | None:
-        """When to look again; None after giving up."""
+    def ask(self, now_s: float) -> float | None:
+        """When to ask again; None after giving up."""
         relay, idle_s = self._relay, self._idle_s
         if relay is not None and relay.token_seen and idle_s is not None:
             due_s, why = self._between_bytes(now_s, idle_s, relay)

@@ -43,7 +43,12 @@ async def answer(desk: Desk, regions: Regions, exchange: Exchange, job: Job, dow
         message = job.for_peer(engine, f"{exchange.request_id[:96]}.{mint(32)}", exchange.hops + 1)
         timeouts = desk.timeouts()
         patience = Patience(
-            connection, timeouts.first_token_s, lambda: peer.up is False, idle_s=timeouts.idle_s, relay=relay
+            desk.watch,
+            connection,
+            timeouts.first_token_s,
+            lambda: peer.up is False,
+            idle_s=timeouts.idle_s,
+            relay=relay,
         )
         try:
             connection.send(*message, relay, head_only=job.method == "HEAD")

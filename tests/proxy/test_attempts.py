@@ -17,7 +17,7 @@ from homeport_engines.base import Handoff as Pair
 from homeport_engines.vllm.wire import TRANSFERS
 from homeport_proxy.app import Proxy
 from homeport_proxy.handoff import Held
-from homeport_proxy.patience import Patience
+from homeport_proxy.patience import Patience, Watch
 from homeport_proxy.upstream import Connection
 from proxy.scripted_engines import (
     NIXL,
@@ -217,7 +217,7 @@ async def test_an_engine_that_goes_down_is_given_up_soon_however_long_a_stream_m
             given_up.set()
 
     answers = iter([False, False, True])
-    patience = Patience(cast("Connection", Silent()), 0.01, lambda: next(answers), idle_s=3600)
+    patience = Patience(Watch(), cast("Connection", Silent()), 0.01, lambda: next(answers), idle_s=3600)
     async with asyncio.timeout(30):
         await given_up.wait()
     patience.stop()

@@ -16,7 +16,7 @@ from homeport_proxy import lint
 from homeport_proxy.app import Proxy
 from homeport_proxy.config import Config, ConfigError
 from homeport_proxy.control import Control, check
-from homeport_proxy.loop import collect_seldom, listener_tls, loop_factory
+from homeport_proxy.loop import listener_tls, loop_factory, settle_memory
 from homeport_proxy.observe import logs
 from homeport_proxy.workers.parent import Parent
 
@@ -93,7 +93,7 @@ async def serve(config: Config, path: Path | None, *, insecure: bool = False, wo
     server: Proxy | Parent | None = None
     try:
         server, port = await _listen(control, workers)
-        collect_seldom()
+        settle_memory()
         print(f"homeport: listening on {_url(config, port)}", file=sys.stderr, flush=True)
         await stop.wait()
         print("homeport: stopping; streams under way may finish", file=sys.stderr, flush=True)

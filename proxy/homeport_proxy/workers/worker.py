@@ -26,7 +26,7 @@ from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.health import Part
 from homeport_proxy.identity import Look
 from homeport_proxy.limits import Refusal, TenantLimit
-from homeport_proxy.loop import collect_seldom, listener_tls, loop_factory
+from homeport_proxy.loop import listener_tls, loop_factory, settle_memory
 from homeport_proxy.observe import admin, logs
 from homeport_proxy.observe.metrics import Metrics
 from homeport_proxy.peers import Located, Peer
@@ -292,7 +292,7 @@ async def work(folder: Path, host: str, port: int) -> int:
     line.add_done_callback(lambda _: stop.set())
     await proxy.start()
     await proxy.listen(host, port, tls=listener_tls(first.config.listen), reuse_port=True)
-    collect_seldom()
+    settle_memory()
     link.tell("listening")
     flushing = asyncio.create_task(_keep_flushing(control))
     try:
