@@ -1,11 +1,17 @@
-"""The books of every request: usage and the cause of every miss, ledger, metrics, and the recent past for `why`."""
+"""The books of every request: usage and the cause of every miss, ledger, metrics, and the recent past for `why`.
+
+A request that is over is only noted. What the notes make of metrics, ledger, log and the rest is booked a few times a
+second, many at a time, and before anybody reads: that halves its cost, and no request waits for it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 from homeport.ledger import Entry, GroupBy, Ledger, Totals
@@ -17,15 +23,18 @@ from homeport_proxy.observe.metrics import Metrics
 from homeport_proxy.observe.summary import Summary, code_of, summarise, word_of
 from homeport_proxy.routing.views import NO_PREFIX, Word
 
+log = logging.getLogger(__name__)
+
 Listener: TypeAlias = Callable[[Exchange, Mapping[str, int]], None]
-"""Hears of every finished request: the exchange, and its uncached prompt tokens by cause."""
+"""Hears of every booked request: the exchange, and its uncached prompt tokens by cause."""
 
 FIRST_SIGHT = frozenset({"new"})
 """Causes that are no loss: tokens never sent before, which nobody could have had in a cache."""
 DEFAULT_BYTES_PER_TOKEN = 4.0
 KEPT_REQUESTS = 2000
-LEDGER_EVERY_S = 0.25
-LEDGER_BATCH = 500
+BOOK_EVERY_S = 0.25
+BOOK_AT = 32
+"""Requests booked at once at the most: about half a millisecond's work."""
 
 
 class BytesPerToken:
@@ -63,8 +72,7 @@ class RequestLog:
         self._by_id: OrderedDict[str, tuple[Exchange, Mapping[str, int]]] = OrderedDict()
 
     def add(self, exchange: Exchange, causes: Mapping[str, int]) -> None:
-        """Remember one; what is large of it is let go."""
-        exchange.body, exchange.document, exchange.ticket, exchange.prefix = b"", None, None, NO_PREFIX
+        """Remember one."""
         self._by_id.pop(exchange.request_id, None)
         self._by_id[exchange.request_id] = (exchange, causes)
         if len(self._by_id) > self._kept:
@@ -81,7 +89,9 @@ class RequestLog:
 
 
 class Account:
-    """Books one finished request at a time. ``has_model`` tells which model names may become label values."""
+    """Notes finished requests and books them. ``has_model`` tells which model names may become label values;
+    ``at_once`` hears of a request when it ends, with its body, the ``listeners`` when it is booked; ``booked`` is
+    called after that, once for many."""
 
     def __init__(
         self,
@@ -89,16 +99,20 @@ class Account:
         metrics: Metrics,
         has_model: Callable[[str], bool],
         listeners: Iterable[Listener] = (),
+        at_once: Iterable[Callable[[Exchange], None]] = (),
+        booked: Callable[[], None] = lambda: None,
     ) -> None:
         self.metrics = metrics
         self.bytes_per_token = BytesPerToken()
-        self.requests = RequestLog()
-        self.shares: deque[tuple[float, int, int]] = deque(maxlen=720)
-        """Per ten seconds: (Unix time, prompt tokens, cached tokens) of requests whose cached tokens are known."""
+        self._requests = RequestLog()
+        self._shares: deque[tuple[float, int, int]] = deque(maxlen=720)
         self._owners: OrderedDict[str, str] = OrderedDict()
-        self._entries: list[Entry] = []
+        self._over: list[Exchange] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._has_model = has_model
         self._listeners = list(listeners)
+        self._at_once = list(at_once)
+        self._booked = booked
         self._books: dict[str, PriceBook] = {}
         self._default_book: PriceBook | None = None
         self.gap = metrics.itl.observe
@@ -112,29 +126,64 @@ class Account:
         self._books = {tenant.name: _book(tenant.prices) for tenant in config.tenants if tenant.prices}
 
     def done(self, exchange: Exchange, *, body_bytes: int | None = None) -> None:
-        """Book a request that is over, once. Never raises for what an engine reported.
+        """Note a request that is over, once; what is large of it is let go.
 
         ``body_bytes``: the length of its body when that is not at hand any more.
         """
+        if (tokens := exchange.usage.prompt_tokens) is not None:  # the next request is estimated by it
+            self.bytes_per_token.learn(exchange.model, len(exchange.body) if body_bytes is None else body_bytes, tokens)
+        for listener in self._at_once:
+            listener(exchange)
+        exchange.body, exchange.document, exchange.ticket, exchange.prefix = b"", None, None, NO_PREFIX
+        self._over.append(exchange)
+        if len(self._over) >= BOOK_AT:
+            self.book()
+        elif self._timer is None:
+            with suppress(RuntimeError):  # no event loop: booked by who reads
+                self._timer = asyncio.get_running_loop().call_later(BOOK_EVERY_S, self._on_timer)
+
+    def book(self) -> None:
+        """Book what was noted."""
+        over, self._over = self._over, []
+        for exchange in over:
+            try:
+                self._book(exchange)
+            except Exception:  # the books of the others must go on
+                log.exception("booking request %s failed inside the proxy", exchange.request_id)
+        if over:
+            self._booked()
+
+    def _book(self, exchange: Exchange) -> None:
         model = exchange.model if self._has_model(exchange.model) else "other" if exchange.model else ""
         causes = miss_causes(exchange)
-        self._count(exchange, model, causes, len(exchange.body) if body_bytes is None else body_bytes)
+        self._count(exchange, model, causes)
         if exchange.api in GENERATING:
             self._enter(exchange, causes)
             self._own(exchange.session, exchange.tenant)
         for listener in self._listeners:
             listener(exchange, causes)
-        self.requests.add(exchange, causes)
+        self._requests.add(exchange, causes)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.book()
+
+    @property
+    def requests(self) -> RequestLog:
+        """The most recent requests."""
+        self.book()
+        return self._requests
+
+    @property
+    def shares(self) -> Sequence[tuple[float, int, int]]:
+        """Per ten seconds: (Unix time, prompt tokens, cached tokens) of requests whose cached tokens are known."""
+        self.book()
+        return self._shares
 
     def owner(self, session: str) -> str | None:
         """The tenant whose session this is; None when it is not known."""
+        self.book()
         return self._owners.get(session)
-
-    def flush(self) -> None:
-        """Hand the ledger what was gathered: its writer is woken a few times a second, not once a request."""
-        entries, self._entries = self._entries, []
-        for entry in entries:
-            self.ledger.add(entry)
 
     def totals(self, by: Sequence[GroupBy] = ()) -> list[Totals]:
         """The ledger's sums by group. Blocks: not for an event loop. Raises ValueError for an unknown group."""
@@ -142,16 +191,10 @@ class Account:
 
     def close(self) -> None:
         """Write the ledger's last lines. Blocks."""
-        self.flush()
+        self.book()
         self.ledger.close()
 
-    def _flush_soon(self) -> None:
-        try:
-            asyncio.get_running_loop().call_later(LEDGER_EVERY_S, self.flush)
-        except RuntimeError:  # no event loop: nobody to hold up
-            self.flush()
-
-    def _count(self, exchange: Exchange, model: str, causes: Mapping[str, int], body_bytes: int) -> None:
+    def _count(self, exchange: Exchange, model: str, causes: Mapping[str, int]) -> None:
         metrics, tenant, usage = self.metrics, exchange.tenant, exchange.usage
         decision = exchange.decision
         metrics.requests.add(1, (exchange.api, model, tenant, word_of(exchange) or "none", code_of(exchange)))
@@ -171,7 +214,6 @@ class Account:
                 metrics.prompt_tokens.add(usage.cached_tokens, (model, tenant, "cached"))
                 metrics.prompt_tokens.add(fresh, (model, tenant, "fresh"))
                 self._share(exchange.arrived_unix_s, usage.prompt_tokens, usage.cached_tokens)
-            self.bytes_per_token.learn(exchange.model, body_bytes, usage.prompt_tokens)
         if usage.output_tokens is not None:
             metrics.output_tokens.add(usage.output_tokens, (model, tenant))
         for cause, tokens in causes.items():
@@ -187,7 +229,7 @@ class Account:
         cost = book.cost(_as_usage(exchange), exchange.model) if book else None
         lost = {cause: tokens for cause, tokens in causes.items() if cause not in FIRST_SIGHT}
         serving = exchange.serving
-        entry = Entry(
+        line = Entry(
             request_id=exchange.request_id,
             model=exchange.model,
             ts=exchange.arrived_unix_s,
@@ -202,11 +244,7 @@ class Account:
             cause=max(lost, key=lost.__getitem__) if lost else None,
             lost_tokens=sum(lost.values()) if exchange.usage.cached_tokens is not None else None,
         )
-        self._entries.append(entry)
-        if len(self._entries) >= LEDGER_BATCH:
-            self.flush()
-        elif len(self._entries) == 1:
-            self._flush_soon()
+        self.ledger.add(line)
 
     def _own(self, session: str, tenant: str) -> None:
         if tenant and session:
@@ -217,11 +255,11 @@ class Account:
 
     def _share(self, unix_s: float, prompt_tokens: int, cached_tokens: int) -> None:
         slot = unix_s - unix_s % 10
-        if self.shares and self.shares[-1][0] >= slot:
-            at, prompt, cached = self.shares.pop()
-            self.shares.append((at, prompt + prompt_tokens, cached + cached_tokens))
+        if self._shares and self._shares[-1][0] >= slot:
+            at, prompt, cached = self._shares.pop()
+            self._shares.append((at, prompt + prompt_tokens, cached + cached_tokens))
         else:
-            self.shares.append((slot, prompt_tokens, cached_tokens))
+            self._shares.append((slot, prompt_tokens, cached_tokens))
 
 
 def open_ledger(config: Config) -> Ledger:

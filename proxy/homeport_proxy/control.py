@@ -92,14 +92,17 @@ class Control:
         self.recorder = Recorder(config.record)
         self.access_log = AccessLog(config.log)
         self._decisions = decision_log(config)
-        listeners: list[Listener] = [
-            lambda e, _: self.regions.ended(e.session, e.request_id),
-            self.access_log,
-            self.recorder,
-        ]
+        listeners: list[Listener] = [self.access_log]
         if config.tracing.enabled:
             listeners.append(Tracing())
-        self.account = Account(config, self.metrics, self.fleet.has_model, listeners)
+        self.account = Account(
+            config,
+            self.metrics,
+            self.fleet.has_model,
+            listeners,
+            at_once=[lambda e: self.regions.ended(e.session, e.request_id), self.recorder],
+            booked=self.access_log.flush,
+        )
         self.metrics.watch(self)
         self.fleet.on_change = self._places_changed
         self._places_changed()
@@ -124,7 +127,6 @@ class Control:
         await asyncio.to_thread(self._close_books)
 
     def _close_books(self) -> None:
-        self.access_log.flush()
         self.account.close()
         self.recorder.close()
         if self._decisions is not None:

@@ -60,6 +60,7 @@ class Engines:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._reached: dict[tuple[str, str], tuple[Keyed, _Reached]] = {}
+        self._by_place: dict[str, tuple[Backend, Engine]] = {}
 
     def of(self, place: str) -> Engine:
         """The engine behind a place. Raises KeyError when the place is gone, ConfigError when its key is missing."""
@@ -67,10 +68,15 @@ class Engines:
         if member is None:
             raise KeyError(place)
         backend = member.backend
+        known = self._by_place.get(place)
+        if known is not None and known[0] is backend and known[1].member is member:
+            return known[1]
         reached = self._reach("backend", backend.name, backend, backend.url, backend.headers, backend.tls)
         _, _, rank = place.partition("/dp")
         transfer = transfer_of(backend.engine, backend.kv_transfer, backend.kv_store)
-        return _engine(place, int(rank) if rank else None, member, reached, transfer)
+        engine = _engine(place, int(rank) if rank else None, member, reached, transfer)
+        self._by_place[place] = (backend, engine)
+        return engine
 
     def peer(self, name: str, region: Region) -> Engine:
         """Another region's proxy."""
@@ -136,6 +142,8 @@ class Engines:
             known = self._fleet.members if kind == "backend" else self._fleet.config.regions
             if name not in known:
                 self._reached.pop((kind, name))[1].retire()
+        for place in [place for place in self._by_place if self._fleet.member(place) is None]:
+            del self._by_place[place]
 
 
 async def _mooncake_ids(pool: Pool, port: int) -> dict[int, str]:

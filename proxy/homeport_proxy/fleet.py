@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from homeport_engines.base import EngineStats
 from homeport_engines.registry import transfer_of
@@ -53,15 +54,30 @@ def connector(backend: Backend) -> str:
     return "none" if transfer is None else transfer.name
 
 
+class _Offer(NamedTuple):
+    """What all members together offer, made once per change of the fleet because every request asks for it."""
+
+    models: list[str]
+    names: frozenset[str]
+    served: frozenset[str]
+    unsaid: bool
+    """Some member has not said yet what it serves."""
+    longest: Mapping[str, int]
+    prefill: Mapping[str, Backend]
+    """By region, the first backend that only prefills."""
+
+
 class Fleet:
-    """Members by name. ``on_change`` is called with nothing to say but "ask for ``places`` again"."""
+    """Members by name. ``on_change`` is called with nothing to say but "ask for ``places`` again"; ``version`` is
+    another one after every change."""
 
     def __init__(self, config: Config, on_change: Callable[[], None] = lambda: None) -> None:
         self.config = config
         self.on_change = on_change
         self._discovered: dict[tuple[str, int], list[Backend]] = {}
         self.members: dict[str, Member] = {}
-        self._model_names: tuple[object, frozenset[str]] = (None, frozenset())
+        self.version = 0
+        self._offered: _Offer | None = None
         self._rebuild()
 
     def reconfigure(self, config: Config) -> None:
@@ -93,7 +109,7 @@ class Fleet:
         """What the engine says it serves, and its longest context in tokens."""
         if (member.models, member.max_model_len) != (models, max_len):
             member.models, member.max_model_len = models, max_len
-            self.on_change()
+            self._changed()
 
     def measured(self, member: Member, stats: Mapping[int, EngineStats]) -> None:
         """One scrape of its telemetry by data-parallel rank."""
@@ -102,34 +118,37 @@ class Fleet:
         ranks = tuple(range(wanted)) if isinstance(wanted, int) else tuple(sorted(stats)) or None
         if ranks is not None and ranks != member.ranks:
             member.ranks = ranks
-            self.on_change()
+            self._changed()
 
     def touch(self) -> None:
         """Something outside the fleet's own knowledge changed what its places are worth."""
         self.on_change()
 
     def has_model(self, name: str) -> bool:
-        """Whether ``models`` holds a name; asked for every request."""
-        known = tuple(member.models for member in self.members.values())
-        if self._model_names[0] != (known, self.config.models):
-            self._model_names = ((known, self.config.models), frozenset(self.models()))
-        return name in self._model_names[1]
+        """Whether ``models`` holds a name."""
+        return name in self._offer().names
 
     def models(self) -> list[str]:
         """Every model name that can be asked for: those of the file, else those the engines serve."""
-        if self.config.models:
-            return [model.name for model in self.config.models]
-        return sorted({name for member in self.members.values() for name in member.models or ()})
+        return self._offer().models
 
     def may_serve(self, model: str) -> bool:
         """Whether some backend serves the model, or has not said yet what it serves."""
-        members = self.members.values()
-        return not members or any(member.models is None or model in member.models for member in members)
+        offer = self._offer()
+        return offer.unsaid or model in offer.served
 
     def max_model_len(self, model: str) -> int | None:
         """The longest context any backend offers for a model; None when no engine said."""
-        known = [m.max_model_len for m in self.members.values() if m.max_model_len and model in (m.models or ())]
-        return max(known, default=None)
+        return self._offer().longest.get(model)
+
+    def prefill_in(self, region: str) -> Backend | None:
+        """A backend of the region that only prefills, if it has any."""
+        return self._offer().prefill.get(region)
+
+    def take(self, config: Config, members: Mapping[str, Member]) -> None:
+        """Everything as another process knows it."""
+        self.config, self.members = config, dict(members)
+        self._changed()
 
     def places(self, region: str) -> list[PlaceSpec]:
         """The region's places."""
@@ -153,6 +172,28 @@ class Fleet:
                 kv_capacity_tokens=stats.kv_capacity_tokens if stats else None,
                 max_model_len=member.max_model_len,
             )
+
+    def _offer(self) -> _Offer:
+        if self._offered is None:
+            members = self.members.values()
+            served = frozenset(name for member in members for name in member.models or ())
+            models = [model.name for model in self.config.models] or sorted(served)
+            longest: dict[str, int] = {}
+            for member in members:
+                for name in (member.models or ()) if member.max_model_len else ():
+                    longest[name] = max(longest.get(name, 0), member.max_model_len or 0)
+            prefill: dict[str, Backend] = {}
+            for member in members:
+                if member.backend.role == "prefill":
+                    prefill.setdefault(member.region, member.backend)
+            unsaid = not members or any(member.models is None for member in members)
+            self._offered = _Offer(models, frozenset(models), served, unsaid, longest, prefill)
+        return self._offered
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._offered = None
+        self.on_change()
 
     def _models_of(self, member: Member) -> frozenset[str]:
         if member.models is not None:
@@ -178,4 +219,4 @@ class Fleet:
             if isinstance(backend.data_parallel, int):
                 members[name].ranks = tuple(range(backend.data_parallel))
         self.members = members
-        self.on_change()
+        self._changed()

@@ -253,13 +253,8 @@ class Pipeline:
     def _split_refused(self, exchange: Exchange) -> str | None:
         if exchange.identity is None:
             return "it generates nothing"
-        members = self.control.fleet.members.values()
-        prefill = next(
-            (m.backend for m in members if m.backend.role == "prefill" and m.region == exchange.region), None
-        )
-        if prefill is None:
-            return None
-        return _refuses(prefill, exchange)
+        prefill = self.control.fleet.prefill_in(exchange.region)
+        return None if prefill is None else _refuses(prefill, exchange)
 
     async def _hold_to_stored_state(self, exchange: Exchange) -> None:
         """A request that names stored state is served by the backend that holds it, or refused."""

@@ -31,6 +31,7 @@ NOT_OFFERED_S = 600.0
 """How long it is not asked again after it said that it does not offer this; a restart may change that."""
 _NOT_OFFERED = frozenset({403, 404, 405, 501})
 MOST_BLOCKS = 4096
+ABLE_KEPT = 256
 _PROMPT: Mapping[str, tuple[str, ...]] = {
     "chat": (
         "model",
@@ -61,6 +62,8 @@ class TokenBlocks:
         self._control = control
         self._engines = engines
         self._resting: dict[tuple[str, str], float] = {}
+        self._able_of = -1
+        self._able_by: dict[tuple[str, str, str], list[tuple[Member, str]]] = {}
 
     async def of(self, exchange: Exchange, job: Job) -> dict[int, Sequence[int]]:
         """Block names by block size in tokens; empty when no engine's events are followed, or none could say."""
@@ -87,14 +90,32 @@ class TokenBlocks:
             return {}
         now_s = asyncio.get_running_loop().time()
         found: dict[str, int] = {}
-        for member in self._control.fleet.members.values():
-            sizes = {place: size for place in member.place_names() if (size := router.block_tokens(place))}
-            if not sizes or member.region != exchange.region or self._control.health.state(member) == "down":
+        for member, place in self._able(exchange):
+            size = router.block_tokens(place)
+            if not size or self._control.health.state(member) == "down":
                 continue
-            serves = member.models is None or exchange.model in member.models
-            tells = kind(member.backend.engine).tokens_path(exchange.api) is not None
-            if serves and tells and self._resting.get((member.name, exchange.api), 0.0) <= now_s:
-                found |= sizes
+            if self._resting.get((member.name, exchange.api), 0.0) <= now_s:
+                found[place] = size
+        return found
+
+    def _able(self, exchange: Exchange) -> list[tuple[Member, str]]:
+        """Places of the region that serve the model and can tell its tokens; looked for once per change of the
+        fleet."""
+        fleet = self._control.fleet
+        if self._able_of != fleet.version or len(self._able_by) >= ABLE_KEPT:
+            self._able_of = fleet.version
+            self._able_by.clear()
+        key = (exchange.region, exchange.model, exchange.api)
+        found = self._able_by.get(key)
+        if found is None:
+            found = self._able_by[key] = [
+                (member, place)
+                for member in fleet.members.values()
+                if member.region == exchange.region
+                and (member.models is None or exchange.model in member.models)
+                and kind(member.backend.engine).tokens_path(exchange.api) is not None
+                for place in member.place_names()
+            ]
         return found
 
     async def _tokens(self, place: str, job: Job) -> list[int]:

@@ -81,8 +81,8 @@ def test_other_lines_are_json_as_well() -> None:
 def test_requests_are_recorded_with_text_only_when_asked(tmp_path: Path, text: bool) -> None:
     file = tmp_path / "r.jsonl"
     recorder = Recorder(a_config(f"record: {{file: r.jsonl, text: {str(text).lower()}}}", tmp_path).record)
-    recorder(exchange(document=DOCUMENT), {})
-    recorder(exchange(api="embeddings", document=DOCUMENT), {})
+    recorder(exchange(document=DOCUMENT))
+    recorder(exchange(api="embeddings", document=DOCUMENT))
     recorder.close()
     lines = file.read_text().splitlines()
     assert len(lines) == 1

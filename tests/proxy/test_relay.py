@@ -533,6 +533,7 @@ async def test_every_answer_has_a_time_to_its_first_token(streamed: bool) -> Non
     async with proxy_for(backends(engine)) as (url, proxy), aiohttp.ClientSession() as client:
         async with client.post(url + PATH, json=BODY | {"stream": streamed}) as answer:
             await answer.read()
+        proxy.control.account.book()
         assert sum(proxy.control.metrics.ttft.counts) == 1
         assert "first-token" in answer.headers["server-timing"] or streamed
     await engine.stop()

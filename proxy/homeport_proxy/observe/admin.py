@@ -123,6 +123,7 @@ class _Admin:
             local = guard.why_not_local(_peer(request), request.headers) is None
             if not local and (refusal := self._refusal(request)) is not None:
                 return refusal
+        self._control.account.book()
         text = self._control.metrics.registry.render()
         return web.Response(body=text.encode(), headers={"content-type": CONTENT_TYPE})
 
@@ -218,7 +219,7 @@ class _Admin:
         form = request.query.get("format", "json")
         if form not in ("json", "csv"):
             return fault(400, "invalid_request", "`format` must be json or csv.")
-        self._control.account.flush()
+        self._control.account.book()
         try:
             totals = await asyncio.to_thread(self._control.account.totals, cast("list[GroupBy]", groups))
         except ValueError as error:
@@ -229,7 +230,7 @@ class _Admin:
         return answer({"by": groups, "rows": rows})
 
     async def _totals(self) -> Totals | None:
-        self._control.account.flush()
+        self._control.account.book()
         totals = await asyncio.to_thread(self._control.account.totals)
         return totals[0] if totals else None
 

@@ -14,9 +14,6 @@ from homeport_proxy.config import Log
 from homeport_proxy.exchange import Exchange
 from homeport_proxy.observe.summary import word_of
 
-FLUSH_EVERY_S = 0.5
-FLUSH_AT_LINES = 200
-
 
 class JsonLines(logging.Formatter):
     """Log records as JSON objects: ts, level, logger, message, and the traceback as text where there is one."""
@@ -44,27 +41,22 @@ def configure(settings: Log, stream: TextIO | None = None) -> None:
 
 
 class AccessLog:
-    """One line per finished request at level info, gathered and written a few times a second."""
+    """One line per finished request at level info, gathered until ``flush``."""
 
     def __init__(self, settings: Log, stream: TextIO | None = None) -> None:
         self._json = settings.format == "json"
         self._on = settings.level in ("debug", "info")
         self._stream = stream or sys.stderr
         self._lines: list[bytes] = []
-        self._flushed_s = time.monotonic()
 
     def __call__(self, exchange: Exchange, causes: Mapping[str, int]) -> None:
         """Note one request."""
-        if not self._on:
-            return
-        self._lines.append(_as_json(exchange, causes) if self._json else _as_text(exchange))
-        if len(self._lines) >= FLUSH_AT_LINES or time.monotonic() - self._flushed_s >= FLUSH_EVERY_S:
-            self.flush()
+        if self._on:
+            self._lines.append(_as_json(exchange, causes) if self._json else _as_text(exchange))
 
     def flush(self) -> None:
         """Write what was gathered; a closed stream loses it silently, like any log."""
         lines, self._lines = self._lines, []
-        self._flushed_s = time.monotonic()
         if lines:
             try:
                 self._stream.write(b"".join(lines).decode())

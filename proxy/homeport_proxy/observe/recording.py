@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import cast
 
 from homeport.fingerprint import JsonValue
@@ -29,7 +28,7 @@ class Recorder:
                 raise ConfigError([f"record.file: cannot write {settings.file}: {error.strerror or error}"]) from None
             self._writer = BackgroundWriter("record", self._file.write, max_pending=MAX_PENDING)
 
-    def __call__(self, exchange: Exchange, _: Mapping[str, int]) -> None:
+    def __call__(self, exchange: Exchange) -> None:
         """Record one finished request."""
         if self._writer is not None and exchange.api in GENERATING and exchange.document is not None:
             self._writer.put(line_of(exchange))

@@ -225,16 +225,16 @@ class RemoteControl:
         """The parent's facts changed."""
         if facts.config != self.config:
             self.admission.reconfigure(facts.config.tenants)
-        self.config = self.fleet.config = facts.config
+        self.config = facts.config
         self.stopping = self.stopping or facts.stopping
-        known = self.fleet.members
-        self.fleet.members = {}
+        members: dict[str, Member] = {}
         for name, fact in facts.members.items():
-            member = known.get(name) or Member(fact.region, fact.backend)
+            member = self.fleet.members.get(name) or Member(fact.region, fact.backend)
             member.region, member.backend, member.ranks = fact.region, fact.backend, fact.ranks
             member.models, member.max_model_len, member.carry = fact.models, fact.max_model_len, fact.carry
-            self.fleet.members[name] = member
+            members[name] = member
             self.health.states[name] = fact.state
+        self.fleet.take(facts.config, members)
         self.account.bytes_per_token.take(facts.bytes_per_token)
         self._block_sizes.sizes = facts.block_tokens
         self.routers = {n: self._block_sizes for n, region in facts.config.regions.items() if region.kind == "local"}
