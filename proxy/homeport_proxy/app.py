@@ -12,8 +12,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from homeport_proxy import models, paths
 from homeport_proxy.api import BY_PATH
 from homeport_proxy.control import Control
-from homeport_proxy.downstream import Downstream, RawResponse
+from homeport_proxy.downstream import Downstream, written
 from homeport_proxy.errors import ProxyError, method_not_allowed
+from homeport_proxy.headers import lines_of
 from homeport_proxy.pipeline import Pipeline, answer_error, arrive
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -107,18 +108,18 @@ class Proxy:
             if anthropic:
                 exchange.api = "messages"
             answer_error(exchange, down, error)
-            return RawResponse(down)
-        names = [(b"content-type", b"application/json"), (b"x-homeport-request-id", exchange.request_id.encode())]
-        names += [(b"x-request-id", exchange.request_id.encode())]
-        down.whole(200, names, msgspec.json.encode(document))
-        return RawResponse(down)
+            return written(down)
+        names = dict.fromkeys(("x-homeport-request-id", "x-request-id"), exchange.request_id)
+        lines = lines_of({"content-type": "application/json", **names})
+        down.whole(200, lines, msgspec.json.encode(document))
+        return written(down)
 
     def _answer(self, request: web.BaseRequest, error: ProxyError) -> web.StreamResponse:
         down = Downstream(request)
         if error.status == 426:
             down.keep_alive = False
         answer_error(arrive(request), down, error)
-        return RawResponse(down)
+        return written(down)
 
 
 def _no_websocket() -> ProxyError:

@@ -1,18 +1,17 @@
 """The client's side of an answer: head and body bytes written straight to its transport, framed for its HTTP version.
 
-aiohttp parses requests and owns the connection; only the writing of an answer is ours. :class:`RawResponse` overrides
-``prepare``, ``write_eof`` and ``keep_alive`` of ``StreamResponse``, so that aiohttp treats an answer that is already
-on its way as finished. That is no documented use: aiohttp's minor version is pinned, and tests hold it.
+aiohttp parses requests and owns the connection; only the writing of an answer is ours. What :func:`written` gives
+overrides ``prepare``, ``write_eof`` and ``keep_alive`` of ``StreamResponse``, so that aiohttp treats an answer that is
+already on its way as finished. That is no documented use: aiohttp's minor version is pinned, and tests hold it.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from http import HTTPStatus
 
 from aiohttp import HttpVersion10, web
 from aiohttp.abc import AbstractStreamWriter
-
-from homeport_proxy.upstream import RawHeaders
 
 
 class Downstream:
@@ -59,29 +58,28 @@ class Downstream:
         """Wait until the client has read enough. Raises ConnectionError when it is gone."""
         await self._request.writer.drain()
 
-    def start(self, status: int, reason: str, headers: RawHeaders, length: int | None) -> None:
-        """Fix the head; it leaves with the first body bytes. ``length`` None: as long as it gets."""
+    def start(self, status: int, reason: str, lines: bytes, length: int | None) -> None:
+        """Fix the head; it leaves with the first body bytes. ``lines``: its headers; ``length`` None: as long as it
+        gets."""
         request = self._request
         old = request.version <= HttpVersion10
         bodyless = self.bodyless or status in (204, 304)
         self.bodyless = bodyless
-        lines = [b"HTTP/1.%d %d %s\r\n" % (0 if old else 1, status, (reason or _phrase(status)).encode("latin-1"))]
-        lines += [b"%s: %s\r\n" % (name, value) for name, value in headers]
+        framing = b""
         if length is not None:
             if status != 204:
-                lines.append(b"content-length: %d\r\n" % length)
+                framing = b"content-length: %d\r\n" % length
         elif not bodyless:
             if old:
                 self.keep_alive = False
             else:
                 self._chunked = True
-                lines.append(b"transfer-encoding: chunked\r\n")
+                framing = b"transfer-encoding: chunked\r\n"
         if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
+            framing += b"connection: close\r\n"
         elif old:
-            lines.append(b"connection: keep-alive\r\n")
-        lines.append(b"\r\n")
-        self._head = b"".join(lines)
+            framing += b"connection: keep-alive\r\n"
+        self._head = b"%s%s%s\r\n" % (_first_line(old, status, reason), lines, framing)
         self.started = True
         self.status = status
 
@@ -117,26 +115,34 @@ class Downstream:
                 self._head = b""
             self._transport.close()
 
-    def whole(self, status: int, headers: RawHeaders, body: bytes) -> None:
+    def whole(self, status: int, lines: bytes, body: bytes) -> None:
         """A complete answer in one write."""
-        self.start(status, "", headers, len(body))
+        self.start(status, "", lines, len(body))
         self.write(body)
         self.end()
 
 
-def _phrase(status: int) -> str:
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return "Unknown" if status != 529 else "Overloaded"
+@lru_cache(maxsize=256)
+def _first_line(old: bool, status: int, reason: str) -> bytes:
+    if not reason:
+        try:
+            reason = HTTPStatus(status).phrase
+        except ValueError:
+            reason = "Unknown" if status != 529 else "Overloaded"
+    return b"HTTP/1.%d %d %s\r\n" % (0 if old else 1, status, reason.encode("latin-1"))
 
 
-class RawResponse(web.StreamResponse):
-    """Tells aiohttp that an answer has been written; see the module's docstring."""
+def written(downstream: Downstream) -> web.StreamResponse:
+    """What tells aiohttp that an answer has been written, or that it will not be; see the module's docstring."""
+    return _KEEPS_OPEN if downstream.keep_alive and downstream.ended else _CLOSES
 
-    def __init__(self, downstream: Downstream) -> None:
-        super().__init__(status=downstream.status or 499)
-        self._downstream = downstream
+
+class _Written(web.StreamResponse):
+    """Holds nothing of any answer, so that two serve for all."""
+
+    def __init__(self, keep_alive: bool) -> None:
+        super().__init__()
+        self._keeps = keep_alive
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Nothing to prepare: the head is out."""
@@ -148,4 +154,7 @@ class RawResponse(web.StreamResponse):
     @property
     def keep_alive(self) -> bool:
         """Whether the connection takes another request."""
-        return self._downstream.keep_alive and self._downstream.ended
+        return self._keeps
+
+
+_KEEPS_OPEN, _CLOSES = _Written(True), _Written(False)

@@ -153,7 +153,7 @@ async def _mooncake_ids(pool: Pool, port: int) -> dict[int, str]:
     answer = Collector()
     connection = await asking.acquire()
     try:
-        connection.send(request_head("GET", "/query", origin.host_header, [], 0), b"", answer)
+        connection.send(request_head("GET", "/query", origin.host_header, b"", 0), b"", answer)
         async with asyncio.timeout(pool.connect_s):
             _, body = await answer.finished()
         entries = msgspec.json.decode(body, type=dict[int, dict[str, msgspec.Raw]])

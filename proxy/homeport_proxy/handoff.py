@@ -36,7 +36,7 @@ from homeport_proxy.placer import Placer
 from homeport_proxy.relay import Plan, Refused, Relay
 from homeport_proxy.routing.views import Decision, Ticket
 from homeport_proxy.splice import NotAnObjectError, document_of
-from homeport_proxy.upstream import Collector, Connection, Head, RawHeaders, Receiver, UpstreamError
+from homeport_proxy.upstream import Collector, Connection, Head, Receiver, UpstreamError
 
 REFUSALS = frozenset({429, 502, 503})
 TURNED_AWAY = frozenset({429, 503})
@@ -44,6 +44,8 @@ TURNED_AWAY = frozenset({429, 503})
 READBACK_S = 15.0
 """A prefill leg that reads the last turn back is given up after this long; the decode engine then prefills itself."""
 LAST_TURNS_KEPT = 10_000
+_AS_IT_IS = Leg(BodyEdits())
+"""The request of an engine that does all by itself."""
 LINGER_S = 0.5
 """How long an abandoned decode request is given to reach its engine before it is aborted there."""
 
@@ -353,7 +355,7 @@ class Attempt:
         elif held is not None and not held.usable(self._loop.time()):
             held = self.held = None
         if held is None:
-            return await self._serve_leg(engine, Leg(BodyEdits()), None)
+            return await self._serve_leg(engine, _AS_IT_IS, None)
         leg = held.transfer.decode_leg(self._text_api, held.pair, held.params)
         result = await self._serve_leg(engine, leg, [held.params])
         self._note_transfer(result)
@@ -404,7 +406,7 @@ class Attempt:
         transfer = engine.transfer
         readback_s = transfer.readback_s if transfer is not None and self._reads_back(engine) else None
 
-        def answer_headers(head: Head, stream: bool) -> RawHeaders:
+        def answer_headers(head: Head, stream: bool) -> bytes:
             self._tell(record, "serve", classify(head.status), head)
             return header_rules.to_client(head, header_rules.of_exchange(exchange), stream=stream)
 

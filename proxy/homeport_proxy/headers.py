@@ -1,9 +1,9 @@
-"""Headers by deny-list, both ways, and the ones that Homeport adds to an answer."""
+"""Headers by deny-list, both ways, and the ones that Homeport adds to an answer; sent as lines made in one pass."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from functools import lru_cache
 
 from homeport_proxy.exchange import Exchange
@@ -46,7 +46,7 @@ def usable_request_id(given: str | None) -> bool:
 
 def to_engine(
     client: RawHeaders, put: Mapping[str, str], *, drop_credentials: bool, hops_to_peer: bool = False
-) -> list[tuple[bytes, bytes]]:
+) -> bytes:
     """The client's headers as an engine gets them: all but the denied, then ``put`` (which replaces).
 
     ``hops_to_peer`` keeps ``x-homeport-*`` of clients' own vocabulary (kind, final): a peer proxy understands them.
@@ -55,14 +55,19 @@ def to_engine(
     lowered = [name.lower() for name, _ in client]
     if b"connection" in lowered:
         deny |= _named_in_connection(client)
-    kept = [
-        pair
+    lines = [
+        b"%s: %s\r\n" % pair
         for pair, lower in zip(client, lowered, strict=True)
         if lower not in deny
         and (not lower.startswith(b"x-homeport-") or (hops_to_peer and lower != b"x-homeport-hops"))
     ]
-    kept += [(name.encode(), value.encode("latin-1")) for name, value in put.items()]
-    return kept
+    lines.append(lines_of(put, "strict"))
+    return b"".join(lines)
+
+
+def lines_of(headers: Mapping[str, str], errors: str = "replace") -> bytes:
+    """Headers as bytes; what Latin-1 cannot say becomes a question mark, or raises with ``errors`` "strict"."""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("latin-1", errors)
 
 
 @lru_cache(maxsize=256)
@@ -79,37 +84,34 @@ def _named_in_connection(headers: RawHeaders) -> set[bytes]:
     return named
 
 
-def request_head(method: str, target: str, host: bytes, headers: Iterable[tuple[bytes, bytes]], length: int) -> bytes:
+def request_head(method: str, target: str, host: bytes, lines: bytes, length: int) -> bytes:
     """A request's first line and headers as bytes; ``length`` is the body's (left out for a body-less GET)."""
-    lines = [b"%s %s HTTP/1.1\r\nhost: %s\r\n" % (method.encode(), target.encode(), host)]
-    lines += [b"%s: %s\r\n" % (name, value) for name, value in headers]
     if length or method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-        lines.append(b"content-length: %d\r\n" % length)
-    lines.append(b"accept-encoding: identity\r\n\r\n")
-    return b"".join(lines)
+        lines = b"%scontent-length: %d\r\n" % (lines, length)
+    first = f"{method} {target} HTTP/1.1\r\nhost: ".encode()
+    return b"%s%s\r\n%saccept-encoding: identity\r\n\r\n" % (first, host, lines)
 
 
-def to_client(
-    head: Head, added: Mapping[str, str], *, stream: bool, from_peer: bool = False
-) -> list[tuple[bytes, bytes]]:
+def to_client(head: Head, added: Mapping[str, str], *, stream: bool, from_peer: bool = False) -> bytes:
     """An engine's headers as the client gets them, then ours. A peer proxy's ``x-homeport-*`` stay unless we say it."""
     deny: Set[bytes] = _RESPONSE_DENY
-    if head.get(b"connection") is not None:
+    if b"connection" in head.fields:
         deny |= _named_in_connection(head.headers)
     if from_peer:
         deny |= {name.encode() for name in added}
-    kept = [
-        pair for pair in head.headers if pair[0] not in deny and (from_peer or not pair[0].startswith(b"x-homeport-"))
+    lines = [
+        b"%s: %s\r\n" % pair
+        for pair in head.headers
+        if pair[0] not in deny and (from_peer or not pair[0].startswith(b"x-homeport-"))
     ]
     if stream:
-        names = {name for name, _ in kept}
         # without these a reverse proxy in front may hold the stream back
-        if b"cache-control" not in names:
-            kept.append((b"cache-control", b"no-cache"))
-        if b"x-accel-buffering" not in names:
-            kept.append((b"x-accel-buffering", b"no"))
-    kept += [(name.encode(), value.encode("latin-1", "replace")) for name, value in added.items()]
-    return kept
+        if b"cache-control" not in head.fields:
+            lines.append(b"cache-control: no-cache\r\n")
+        if b"x-accel-buffering" not in head.fields:
+            lines.append(b"x-accel-buffering: no\r\n")
+    lines.append(lines_of(added))
+    return b"".join(lines)
 
 
 def of_exchange(exchange: Exchange) -> dict[str, str]:

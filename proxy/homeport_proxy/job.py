@@ -38,19 +38,16 @@ class Job(msgspec.Struct):
         if engine.rank is not None:
             put["x-data-parallel-rank"] = str(engine.rank)
         body = self.body_with(leg.edits)
-        headers = to_engine(self.headers, put, drop_credentials=self.drop_credentials or engine.own_key)
-        return request_head(
-            self.method, engine.pool.origin.prefix + self.target, engine.pool.origin.host_header, headers, len(body)
-        ), body
+        lines = to_engine(self.headers, put, drop_credentials=self.drop_credentials or engine.own_key)
+        origin = engine.pool.origin
+        return request_head(self.method, origin.prefix + self.target, origin.host_header, lines, len(body)), body
 
     def for_peer(self, engine: Engine, request_id: str, hops: int) -> tuple[bytes, bytes]:
         """Head and body for another region's proxy: the client's own bytes; the peer does what an engine needs."""
         put = {**engine.put, "x-request-id": request_id, "x-homeport-hops": str(hops)}
-        headers = to_engine(self.headers, put, drop_credentials=engine.own_key, hops_to_peer=True)
-        origin = engine.pool.origin
-        return request_head(
-            self.method, origin.prefix + self.target, origin.host_header, headers, len(self.body)
-        ), self.body
+        lines = to_engine(self.headers, put, drop_credentials=engine.own_key, hops_to_peer=True)
+        origin, body = engine.pool.origin, self.body
+        return request_head(self.method, origin.prefix + self.target, origin.host_header, lines, len(body)), body
 
     def body_with(self, edits: BodyEdits) -> bytes:
         """The body as every engine gets it, with one leg's own edits."""

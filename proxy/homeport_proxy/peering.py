@@ -12,7 +12,7 @@ from homeport_proxy.job import Job
 from homeport_proxy.patience import Patience
 from homeport_proxy.peers import Peer, Regions
 from homeport_proxy.relay import Plan, Relay
-from homeport_proxy.upstream import Head, RawHeaders, UpstreamError
+from homeport_proxy.upstream import Head, UpstreamError
 
 
 async def answer(desk: Desk, regions: Regions, exchange: Exchange, job: Job, down: Downstream, peer: Peer) -> bool:
@@ -26,7 +26,7 @@ async def answer(desk: Desk, regions: Regions, exchange: Exchange, job: Job, dow
         record = LegRecord(peer.name, "serve", exchange.request_id)
         exchange.legs.append(record)
 
-        def answer_headers(head: Head, stream: bool) -> RawHeaders:
+        def answer_headers(head: Head, stream: bool) -> bytes:
             added = header_rules.of_exchange(exchange)
             return header_rules.to_client(head, added, stream=stream, from_peer=True)
 

@@ -25,11 +25,11 @@ from homeport_proxy.carrying import carried
 from homeport_proxy.config import Backend
 from homeport_proxy.control import Control
 from homeport_proxy.document import Document
-from homeport_proxy.downstream import Downstream, RawResponse
+from homeport_proxy.downstream import Downstream, written
 from homeport_proxy.engines import Engines
 from homeport_proxy.errors import ProxyError, invalid_request, model_not_found, no_backend, overloaded, render
 from homeport_proxy.exchange import Exchange, Identity
-from homeport_proxy.headers import of_exchange, usable_request_id
+from homeport_proxy.headers import lines_of, of_exchange, usable_request_id
 from homeport_proxy.identity import look
 from homeport_proxy.ids import mint
 from homeport_proxy.intake import read_body
@@ -92,7 +92,7 @@ class Pipeline:
             exchange.ended_s = asyncio.get_running_loop().time()
             exchange.response_bytes = down.body_bytes
             self.control.account.done(exchange)
-        return RawResponse(down)
+        return written(down)
 
     async def _serve(self, exchange: Exchange, request: web.BaseRequest, down: Downstream) -> None:
         config = self.control.config
@@ -315,8 +315,7 @@ def answer_error(exchange: Exchange, down: Downstream, error: ProxyError) -> Non
     headers.update(of_exchange(exchange))
     if error.status in (408, 413, 501):  # the rest of its body is not worth waiting for
         down.keep_alive = False
-    pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
-    down.whole(status, pairs, body)
+    down.whole(status, lines_of(headers), body)
 
 
 def arrive(request: web.BaseRequest) -> Exchange:

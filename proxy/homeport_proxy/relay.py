@@ -22,7 +22,7 @@ from homeport_proxy.errors import ProxyError, stream_frame, upstream_error, upst
 from homeport_proxy.exchange import Exchange, LegRecord, State, TokenUsage
 from homeport_proxy.splice import edit, edit_at
 from homeport_proxy.sse import Framer, with_data
-from homeport_proxy.upstream import Flow, Head, RawHeaders, UpstreamError
+from homeport_proxy.upstream import Flow, Head, UpstreamError
 
 DOCUMENT_CAP_BYTES = 64 * 1024 * 1024
 REFUSAL_CAP_BYTES = 1024 * 1024
@@ -48,14 +48,14 @@ class Refused(msgspec.Struct):
 class Plan(msgspec.Struct):
     """How one answer is relayed.
 
-    ``headers(head, stream)`` gives the client's headers when the answer starts; ``refusals`` are the statuses that
+    ``headers(head, stream)`` gives the client's header lines when the answer starts; ``refusals`` are the statuses that
     are kept back; ``cached`` is asked for the prefill engine's cached tokens when ``fix_usage`` is set, once ``ready``
     says that they are known (until then the answer waits here, see :meth:`Relay.release`);
     ``hide_usage`` takes out the usage chunk that the client did not ask for.
     """
 
     api: ClientApi
-    headers: Callable[[Head, bool], RawHeaders]
+    headers: Callable[[Head, bool], bytes]
     refusals: Collection[int] = ()
     fix_usage: bool = False
     cached: Callable[[], int | None] = lambda: None
@@ -428,10 +428,10 @@ class Relay:
         self._exchange.status = head.status
         self._exchange.usage = self.usage
         self._exchange.headers_sent_s = self._loop.time()
-        headers = self._plan.headers(head, self._mode is Mode.STREAM)
+        lines = self._plan.headers(head, self._mode is Mode.STREAM)
         if self._down.bodyless and length == 0:
             length = self._declared_length()
-        self._down.start(head.status, head.reason, headers, length)
+        self._down.start(head.status, head.reason, lines, length)
 
     def _write(self, data: bytes) -> None:
         self._down.write(data)

@@ -20,7 +20,7 @@ from homeport_proxy.control import Control
 from homeport_proxy.engines import Engine, Engines
 from homeport_proxy.exchange import Exchange
 from homeport_proxy.fleet import Member
-from homeport_proxy.headers import request_head
+from homeport_proxy.headers import lines_of, request_head
 from homeport_proxy.job import Job
 from homeport_proxy.upstream import Collector, UpstreamError
 
@@ -136,13 +136,13 @@ class TokenBlocks:
     async def _ask(self, engine: Engine, member: Member, job: Job) -> tuple[int, list[int]]:
         body = _question(job)
         path = engine.pool.origin.prefix + (kind(member.backend.engine).tokens_path(job.api.name) or "")
-        headers = [(name.encode(), value.encode("latin-1")) for name, value in engine.put.items()]
+        lines = lines_of(engine.put, "strict")
         if not engine.own_key and not job.drop_credentials:
-            headers += [(name, value) for name, value in job.headers if name.lower() == b"authorization"]
-        headers.append((b"content-type", b"application/json"))
+            lines += b"".join([b"%s: %s\r\n" % pair for pair in job.headers if pair[0].lower() == b"authorization"])
+        lines += b"content-type: application/json\r\n"
         answer = Collector()
         connection = await engine.aside.acquire()
-        connection.send(request_head("POST", path, engine.pool.origin.host_header, headers, len(body)), body, answer)
+        connection.send(request_head("POST", path, engine.pool.origin.host_header, lines, len(body)), body, answer)
         try:
             head, document = await answer.finished()
         except BaseException:

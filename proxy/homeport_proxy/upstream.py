@@ -11,7 +11,7 @@ import asyncio
 import socket
 import ssl
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -35,18 +35,17 @@ class UpstreamError(Exception):
 
 
 class Head(msgspec.Struct):
-    """The start of an engine's answer; header names in lower case, in the order they came."""
+    """The start of an engine's answer; header names in lower case, in the order they came. ``fields``: the same by
+    name, the first of each."""
 
     status: int
     reason: str
     headers: RawHeaders
+    fields: Mapping[bytes, bytes]
 
     def get(self, name: bytes) -> bytes | None:
         """The first header of that (lower-case) name."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        return self.fields.get(name)
 
 
 class Receiver(Protocol):
@@ -108,6 +107,7 @@ class Connection(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._head_only = False
+        self._paused = False
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
         self._reason = b""
@@ -180,10 +180,10 @@ class Connection(asyncio.Protocol):
         if status < 200:
             return
         self._headed = True
-        names = {name for name, _ in self._headers}
+        fields = dict(reversed(self._headers))
         bodyless = self._head_only or status in (204, 304)
-        self._until_close = not bodyless and b"content-length" not in names and b"transfer-encoding" not in names
-        self._receiver.on_head(Head(status, self._reason.decode("latin-1"), self._headers), self)
+        self._until_close = not bodyless and b"content-length" not in fields and b"transfer-encoding" not in fields
+        self._receiver.on_head(Head(status, self._reason.decode("latin-1"), self._headers, fields), self)
         if self._head_only:
             self._finish()
 
@@ -213,10 +213,12 @@ class Connection(asyncio.Protocol):
 
     def pause(self) -> None:
         if self.transport is not None and not self.transport.is_closing():
+            self._paused = True
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        if self.transport is not None and not self.transport.is_closing():
+        if self._paused and self.transport is not None and not self.transport.is_closing():
+            self._paused = False
             self.transport.resume_reading()
 
     # use by the pool and by legs
@@ -330,11 +332,10 @@ class Pool:
         if self.retired:
             connection.abort()
             return
-        loop = asyncio.get_running_loop()
-        connection.idle_since_s = loop.time()
+        connection.idle_since_s = connection.last_byte_s
         self._idle.append(connection)
         if self._sweeper is None:
-            self._sweeper = loop.call_later(IDLE_S, self._sweep)
+            self._sweeper = asyncio.get_running_loop().call_later(IDLE_S, self._sweep)
 
     def forget(self, connection: Connection) -> None:
         """A connection is gone."""
