@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 
 from homeport_proxy import models, paths
@@ -60,6 +63,8 @@ class Proxy:
         assert server is not None, "set up"
         self._operations = server.request_handler
         server.request_handler = self._dispatch
+        self._with_operations = server.request_factory
+        server.request_factory = self._request
         self._runner = runner
 
     async def listen(self, host: str, port: int, *, tls: ssl.SSLContext | None = None, reuse_port: bool = False) -> int:
@@ -76,6 +81,18 @@ class Proxy:
         if self._runner is not None:
             await self._runner.cleanup()
         await self.pipeline.close()
+
+    def _request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        protocol: web.RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> web.BaseRequest:
+        if message.path in BY_PATH:  # these have no use for what an application adds
+            return web.BaseRequest(message, payload, protocol, writer, task, task.get_loop())
+        return self._with_operations(message, payload, protocol, writer, task)
 
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         if "websocket" in request.headers.get("upgrade", "").lower():

@@ -15,7 +15,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 
 class Downstream:
-    """Writes one answer. Nothing here waits: after :attr:`paused` turns true, :meth:`drained` says when to go on."""
+    """Writes one answer. Nothing here waits: when :meth:`write` says so, :meth:`drained` tells when to go on."""
 
     __slots__ = (
         "_chunked",
@@ -49,11 +49,6 @@ class Downstream:
         """The client's connection is closed or closing."""
         return self._transport is None or self._transport.is_closing()
 
-    @property
-    def paused(self) -> bool:
-        """The client reads more slowly than we write."""
-        return self._protocol.writing_paused
-
     async def drained(self) -> None:
         """Wait until the client has read enough. Raises ConnectionError when it is gone."""
         await self._request.writer.drain()
@@ -83,10 +78,10 @@ class Downstream:
         self.started = True
         self.status = status
 
-    def write(self, data: bytes) -> None:
-        """Body bytes, sent at once."""
+    def write(self, data: bytes) -> bool:
+        """Body bytes, sent at once. True: the client reads more slowly than we write."""
         if not data or self.bodyless or self._transport is None or self._transport.is_closing():
-            return
+            return False
         self.body_bytes += len(data)
         if self._chunked:
             data = b"%s%x\r\n%s\r\n" % (self._head, len(data), data)
@@ -94,6 +89,7 @@ class Downstream:
             data = self._head + data
         self._head = b""
         self._transport.write(data)
+        return self._protocol.writing_paused
 
     def end(self) -> None:
         """The body is complete."""

@@ -34,8 +34,8 @@ async def read_body(request: web.BaseRequest, limit_bytes: int) -> bytes:
         raise request_too_large(limit_bytes)
     if expect and request.version > HttpVersion10 and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    if request.content.is_eof():  # nearly always: it came with its head
-        return await _read(request, limit_bytes, None)
+    if request.content.is_eof():  # short ones come with their head
+        return _read_at_once(request, limit_bytes)
     try:
         async with asyncio.timeout(IDLE_S) as patience:
             return await _read(request, limit_bytes, patience)
@@ -43,13 +43,22 @@ async def read_body(request: web.BaseRequest, limit_bytes: int) -> bytes:
         raise ProxyError(408, "invalid_request", f"Nothing of the body came for {IDLE_S:g} s.") from None
 
 
-async def _read(request: web.BaseRequest, limit_bytes: int, patience: asyncio.Timeout | None) -> bytes:
+def _read_at_once(request: web.BaseRequest, limit_bytes: int) -> bytes:
+    try:
+        body = request.content.read_nowait()
+    except web.RequestPayloadError as error:
+        raise _unreadable(error) from None
+    if len(body) > limit_bytes:
+        raise request_too_large(limit_bytes)
+    return body
+
+
+async def _read(request: web.BaseRequest, limit_bytes: int, patience: asyncio.Timeout) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:
         while data := await request.content.readany():
-            if patience is not None:
-                patience.reschedule(asyncio.get_running_loop().time() + IDLE_S)
+            patience.reschedule(asyncio.get_running_loop().time() + IDLE_S)
             parts.append(data)
             size += len(data)
             if size > limit_bytes:
@@ -57,8 +66,12 @@ async def _read(request: web.BaseRequest, limit_bytes: int, patience: asyncio.Ti
                 await _drain(request)
                 raise request_too_large(limit_bytes)
     except web.RequestPayloadError as error:
-        raise invalid_request(f"The body cannot be read: {error}.") from None
+        raise _unreadable(error) from None
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _unreadable(error: web.RequestPayloadError) -> ProxyError:
+    return invalid_request(f"The body cannot be read: {error}.")
 
 
 async def _drain(request: web.BaseRequest) -> None:

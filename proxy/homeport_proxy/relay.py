@@ -87,6 +87,8 @@ class Relay:
         self._inflate: zlib._Decompress | None = None
         self._last = b""
         self._last_s = 0.0
+        self._flows = False
+        """After the first token, with no frame unfinished: whole frames may pass as they come."""
         self._failed = False
         self._early: list[bytes] = []
         self._ended_early = False
@@ -139,6 +141,11 @@ class Relay:
             self._mode = Mode.RAW
 
     def on_data(self, data: bytes) -> None:
+        if self._flows and data.endswith(b"\n\n") and not _marked(data):
+            self._count_chunk()
+            self._last = data
+            self._write(data)
+            return
         if self._inflate is not None:
             try:
                 data = self._inflate.decompress(data)
@@ -245,6 +252,7 @@ class Relay:
 
     def _settle(self, result: Refused | UpstreamError | None) -> None:
         self.done = True
+        self._flows = False
         self.result = result
         self._leg.ended_s = self._loop.time()
         self._rouse()
@@ -296,16 +304,14 @@ class Relay:
     def _on_stream(self, data: bytes) -> None:
         if self._leg.state >= State.FIRST_TOKEN:
             self._count_chunk()
-            if not self._framer.pending and not self._framer.oversized and data.endswith(b"\n\n") and not _marked(data):
-                self._last = data
-                self._write(data)
-                return
         pieces = self._framer.feed(data)
         out = b"".join([self._frame(piece) if is_frame else piece for piece, is_frame in pieces])
         if out and not self._down.started:
             self._start(None)
         if out:
             self._write(out)
+        whole = not self._framer.pending and not self._framer.oversized
+        self._flows = whole and self._inflate is None and self._leg.state >= State.FIRST_TOKEN
 
     def _count_chunk(self) -> None:
         now_s = self._loop.time()
@@ -434,8 +440,7 @@ class Relay:
         self._down.start(head.status, head.reason, lines, length)
 
     def _write(self, data: bytes) -> None:
-        self._down.write(data)
-        if self._down.paused and not self._held:
+        if self._down.write(data) and not self._held:
             self._held = True
             if self._flow is not None:
                 self._flow.pause()

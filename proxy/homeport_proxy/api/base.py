@@ -154,6 +154,22 @@ def no_usage(data: bytes) -> TokenUsage | None:
     return None
 
 
+class _WithUsage(msgspec.Struct):
+    usage: Any = None
+
+
+_WITH_USAGE = msgspec.json.Decoder(_WithUsage)
+
+
+def usage_of(data: bytes) -> Mapping[str, Any] | None:
+    """The object ``usage`` at the top of a document; the rest of it is not decoded."""
+    try:
+        usage = _WITH_USAGE.decode(data).usage
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return usage if isinstance(usage, dict) else None
+
+
 def at(data: bytes, *paths: tuple[str, ...]) -> Mapping[str, Any] | None:
     """The object at the first of these paths that leads to one."""
     document = parse(data)

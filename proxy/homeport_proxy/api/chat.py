@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from homeport_proxy.api.base import ClientApi, at, fix_inclusive, inclusive_usage, parse
+from homeport_proxy.api.base import ClientApi, fix_inclusive, inclusive_usage, parse, usage_of
 from homeport_proxy.exchange import TokenUsage
 
 _SPEAKS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "audio")
@@ -37,7 +37,7 @@ def fix_usage(data: bytes, cached: int | None) -> bytes:
 
 def read_usage(data: bytes) -> TokenUsage | None:
     """The counts of an answer, or of a stream's usage chunk."""
-    usage = at(data, ("usage",))
+    usage = usage_of(data)
     return inclusive_usage(usage, "prompt_tokens", "completion_tokens", "prompt_tokens_details") if usage else None
 
 
