@@ -459,7 +459,7 @@ class Limits(Section):
 class PassThrough(Section):
     """Other paths under ``/v1/``: these patterns are refused, the rest goes to an engine unchanged."""
 
-    deny: list[str] = Field(default_factory=lambda: list(DENIED_PATHS))
+    deny: tuple[str, ...] = DENIED_PATHS
 
 
 class Log(Section):

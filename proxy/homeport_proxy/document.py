@@ -31,6 +31,7 @@ _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _LONGEST_EMPTY = 16
 _SPACE = b" \t\n\r"
 _BETWEEN = _SPACE + b","
+_OPENS_LIST = ord("[")
 # the digests below stay in this process: a seed of its own keeps anybody from making two conversations look alike
 _SEED = secrets.randbits(64)
 
@@ -71,9 +72,13 @@ class RawList:
 
     def begins(self, end: int, digest: int) -> bool:
         """Whether its first ``end`` bytes have that digest and an item ends there."""
-        if end >= len(self._view) or self.digest(end) != digest:
+        view = self._view
+        if end >= len(view) or self.digest(end) != digest:
             return False
-        return end == 1 or bytes(self._view[end : end + 64]).lstrip(_SPACE)[:1] in (b",", b"]")
+        place = end
+        while view[place] in _SPACE:
+            place += 1
+        return end == 1 or view[place] in b",]"
 
     def next_ends(self, items: Sequence[msgspec.Raw], end: int) -> list[int]:
         """The ends of ``items``, which stand behind ``end``."""
@@ -145,8 +150,7 @@ class Document(Mapping[str, JsonValue]):
 
     def is_list(self, name: str) -> bool:
         """Whether a member is there and a list."""
-        raw = self.raws.get(name)
-        return raw is not None and bytes(memoryview(raw)[:1]) == b"["
+        return name in self._lists or (name in self.raws and memoryview(self.raws[name])[0] == _OPENS_LIST)
 
     def list_of(self, name: str) -> RawList:
         """A member that is a list, as bytes."""

@@ -99,7 +99,7 @@ class Fleet:
 
     def member(self, place: str) -> Member | None:
         """The member behind a place (``d0`` or ``d0/dp3``)."""
-        return self.members.get(place.partition("/")[0])
+        return self.members.get(place) or self.members.get(place.partition("/")[0])
 
     def place_names(self) -> list[str]:
         """Every place of every member."""

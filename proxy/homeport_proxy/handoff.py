@@ -158,10 +158,10 @@ class Attempt:
         self.held: Held | None = None
         self.relay: Relay | None = None
 
-    async def __aenter__(self) -> Attempt:
+    def __enter__(self) -> Attempt:
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._abort_open()
@@ -492,7 +492,7 @@ class Attempt:
         if id(record) in self._told:
             return
         self._told.add(id(record))
-        retry_after_s = _retry_after_s(head) if head is not None else None
+        retry_after_s = _retry_after_s(head) if head is not None and head.status in TURNED_AWAY else None
         self._desk.health.ended(record.place, part, result, retry_after_s=retry_after_s)
 
     @property
@@ -527,7 +527,7 @@ async def answer(desk: Desk, exchange: Exchange, job: Job, downstream: Downstrea
     second_chance = True
     while True:
         decision = exchange.decision = _decision(ticket)
-        async with Attempt(desk, exchange, job, downstream, decision) as attempt:
+        with Attempt(desk, exchange, job, downstream, decision) as attempt:
             result = await attempt.run(held)
             held, attempt.held = attempt.held, None
         if result is None or downstream.started:
@@ -601,6 +601,6 @@ def _stale(connection: Connection, fault: UpstreamError) -> bool:
 def _retry_after_s(head: Head) -> float | None:
     value = head.get(b"retry-after")
     try:
-        return max(0.0, float(value)) if value is not None and head.status in (429, 503) else None
+        return max(0.0, float(value)) if value is not None else None
     except ValueError:
         return None

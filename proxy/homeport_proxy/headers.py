@@ -38,10 +38,10 @@ CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-def usable_request_id(given: str | None) -> bool:
+def usable_request_id(given: str) -> bool:
     """Whether a client's ``x-request-id`` may be kept: short, plain, and without the ``___`` that some connectors
     parse out of an id."""
-    return given is not None and _REQUEST_ID.fullmatch(given) is not None and "___" not in given
+    return _REQUEST_ID.fullmatch(given) is not None and "___" not in given
 
 
 def to_engine(

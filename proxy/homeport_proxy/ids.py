@@ -11,5 +11,5 @@ if hasattr(os, "register_at_fork"):
 
 
 def mint(bits: int) -> str:
-    """``bits`` random bits in hexadecimal, always of the same length."""
-    return f"{_dice.getrandbits(bits):0{bits // 4}x}"
+    """``bits`` random bits (whole bytes) in hexadecimal, always of the same length."""
+    return _dice.getrandbits(bits).to_bytes(bits // 8).hex()

@@ -18,7 +18,7 @@ from homeport.volatile import Declared
 from homeport_engines import capabilities
 from homeport_engines.registry import transfer_of
 from homeport_proxy import handoff, paths, peering, stored
-from homeport_proxy.api import of_path
+from homeport_proxy.api import BY_PATH, of_path
 from homeport_proxy.api.base import ClientApi, is_internal
 from homeport_proxy.api.plain import OTHER
 from homeport_proxy.carrying import carried
@@ -116,14 +116,15 @@ class Pipeline:
         job = Job(
             api,
             exchange.method,
-            paths.on_the_wire(exchange.path) + exchange.query,
+            (exchange.path if exchange.path in BY_PATH else paths.on_the_wire(exchange.path)) + exchange.query,
             request.raw_headers,
             exchange.body,
             drop_credentials=not self.control.admission.open,
         )
         if exchange.body.lstrip(b" \t\r\n").startswith(b"{") or api.name != "other":
             _read_members(exchange, job)
-        if rules := rules_for(self.control.config.profiles, request.headers.get("user-agent")):
+        profiles = self.control.config.profiles
+        if profiles and (rules := rules_for(profiles, request.headers.get("user-agent"))):
             _keep_still(exchange, job, rules)
         exchange.model = self._resolve_model(exchange, job)
         if job.raws is not None:
@@ -215,7 +216,7 @@ class Pipeline:
         except NoPlaceError as error:
             raise no_backend(f"{error}.") from None
         exchange.ticket = ticket
-        if ticket.decision is not None and exchange.document is not None:
+        if before is not None and ticket.decision is not None and exchange.document is not None:
             refuses = partial(_refuses, exchange=exchange)
             ticket.decision = carried(self.control.fleet, ticket.decision, before, refuses)
         if exchange.identity is not None:
@@ -320,24 +321,22 @@ def answer_error(exchange: Exchange, down: Downstream, error: ProxyError) -> Non
 
 def arrive(request: web.BaseRequest) -> Exchange:
     """The exchange of a request whose head has come."""
-    path, query = paths.split_target(request.raw_path)
-    given = request.headers.get("x-request-id")
+    target, headers = request.raw_path, request.headers
+    path, query = (target, "") if target in BY_PATH else paths.split_target(target)
+    given = headers.get("x-request-id")
+    hops = headers.get("x-homeport-hops", "")
     return Exchange(
-        request_id=cast("str", given) if usable_request_id(given) else f"req_{mint(96)}",
+        request_id=given if given is not None and usable_request_id(given) else f"req_{mint(96)}",
         api=of_path(path).name,
         method=request.method,
         path=path,
         query=query,
-        headers=request.headers,
+        headers=headers,
         peer=request.remote,
         arrived_s=asyncio.get_running_loop().time(),
         arrived_unix_s=time.time(),
-        hops=_hops(request.headers.get("x-homeport-hops")),
+        hops=int(hops) if hops.isdigit() and len(hops) < 4 else 0,
     )
-
-
-def _hops(value: str | None) -> int:
-    return int(value) if value is not None and value.isdigit() and len(value) < 4 else 0
 
 
 def _named(asked: JsonValue) -> str:
@@ -373,7 +372,7 @@ def _keep_still(exchange: Exchange, job: Job, rules: Sequence[Declared]) -> None
 def _plan_edits(exchange: Exchange, job: Job) -> None:
     """What every engine's copy of the body needs: engines' own members out, scope in, usage asked for."""
     raws = job.raws or {}
-    job.drop.update(name for name in raws if is_internal(name))
+    job.drop.update([name for name in raws if is_internal(name)])
     if exchange.tenant:
         job.drop.add("priority")
         if exchange.caller.cache_salt is None:
