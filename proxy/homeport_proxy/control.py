@@ -398,6 +398,8 @@ class Control:
         )
 
     def _allowed_regions(self, exchange: Exchange) -> set[str] | None:
+        if self.admission.open and not self.config.models:
+            return None
         tenant = self.admission.tenant(exchange.tenant)
         model = self.config.model(exchange.model) if exchange.model and self.config.models else None
         limits = [

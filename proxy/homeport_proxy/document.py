@@ -72,13 +72,14 @@ class RawList:
 
     def begins(self, end: int, digest: int) -> bool:
         """Whether its first ``end`` bytes have that digest and an item ends there."""
-        view = self._view
+        view, place = self._view, end
+        if end == 1:
+            return True
         if end >= len(view) or self.digest(end) != digest:
             return False
-        place = end
         while view[place] in _SPACE:
             place += 1
-        return end == 1 or view[place] in b",]"
+        return view[place] in b",]"
 
     def next_ends(self, items: Sequence[msgspec.Raw], end: int) -> list[int]:
         """The ends of ``items``, which stand behind ``end``."""

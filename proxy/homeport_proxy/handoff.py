@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import cast
 
@@ -410,30 +411,21 @@ class Attempt:
             self._tell(record, "serve", classify(head.status), head)
             return header_rules.to_client(head, header_rules.of_exchange(exchange), stream=stream)
 
-        def first_token() -> None:
-            if exchange.ticket is not None:
-                desk.placer.first_token(exchange.ticket)
-
-        def cached() -> int | None:
-            return handed[0].cached_tokens if handed and handed[0] is not None else None
-
         def keep(params: Mapping[str, JsonValue]) -> None:
             if transfer is not None and readback_s is not None and params.get("remote_block_ids"):
                 expires_s = self._loop.time() + readback_s
                 desk.last_turns.put(exchange.session, LastTurn(transfer, params, expires_s))
 
-        return Plan(
-            self._job.api,
-            answer_headers,
-            REFUSALS,
-            fix_usage=handed is not None,
-            cached=cached,
-            ready=lambda: handed is None or bool(handed),
-            hide_usage=self._job.hide_usage,
-            on_first_token=first_token,
-            on_gap=desk.on_gap,
-            on_params=None if readback_s is None else keep,
-        )
+        plan = Plan(self._job.api, answer_headers, REFUSALS, hide_usage=self._job.hide_usage, on_gap=desk.on_gap)
+        if exchange.ticket is not None:
+            plan.on_first_token = partial(desk.placer.first_token, exchange.ticket)
+        if handed is not None:
+            plan.fix_usage = True
+            plan.ready = lambda: bool(handed)
+            plan.cached = lambda: handed[0].cached_tokens if handed and handed[0] is not None else None
+        if readback_s is not None:
+            plan.on_params = keep
+        return plan
 
     def _patience(self, connection: Connection, relay: Relay, engine: Engine) -> Patience:
         timeouts = self._desk.timeouts()

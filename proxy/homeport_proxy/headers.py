@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from functools import lru_cache
 
-from homeport_proxy.exchange import Exchange
+from multidict import MultiMapping
+
+from homeport_proxy.exchange import Exchange, LegRecord
 from homeport_proxy.upstream import Head, RawHeaders
 
 HOP_BY_HOP = frozenset(
@@ -35,6 +37,8 @@ _REQUEST_DENY = HOP_BY_HOP | {
 }
 _RESPONSE_DENY = HOP_BY_HOP | {b"content-length", b"x-request-id", b"request-id", b"server-timing"}
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+NAMES_KEPT = 500
+LONGEST_NAME_KEPT = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -45,22 +49,22 @@ def usable_request_id(given: str) -> bool:
 
 
 def to_engine(
-    client: RawHeaders, put: Mapping[str, str], *, drop_credentials: bool, hops_to_peer: bool = False
+    client: RawHeaders,
+    put: Mapping[str, str],
+    *,
+    drop_credentials: bool,
+    hop_by_hop: Set[bytes] = frozenset(),
+    hops_to_peer: bool = False,
 ) -> bytes:
     """The client's headers as an engine gets them: all but the denied, then ``put`` (which replaces).
 
-    ``hops_to_peer`` keeps ``x-homeport-*`` of clients' own vocabulary (kind, final): a peer proxy understands them.
+    ``hop_by_hop``: names of :func:`hop_by_hop`. ``hops_to_peer`` keeps ``x-homeport-*`` of clients' own vocabulary
+    (kind, final): a peer proxy understands them.
     """
-    deny = _denied(tuple(put), drop_credentials)
-    lowered = [name.lower() for name, _ in client]
-    if b"connection" in lowered:
-        deny |= _named_in_connection(client)
-    lines = [
-        b"%s: %s\r\n" % pair
-        for pair, lower in zip(client, lowered, strict=True)
-        if lower not in deny
-        and (not lower.startswith(b"x-homeport-") or (hops_to_peer and lower != b"x-homeport-hops"))
-    ]
+    passes = _passing(tuple(put), drop_credentials, hops_to_peer)
+    if hop_by_hop:
+        client = [pair for pair in client if pair[0].lower() not in hop_by_hop]
+    lines = [b"%s: %s\r\n" % pair for pair in client if passes[pair[0]]]
     lines.append(lines_of(put, "strict"))
     return b"".join(lines)
 
@@ -70,18 +74,38 @@ def lines_of(headers: Mapping[str, str], errors: str = "replace") -> bytes:
     return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("latin-1", errors)
 
 
+class _Passing(dict[bytes, bool]):
+    """Whether a client's header passes, by its name as it was written; learned as names come."""
+
+    def __init__(self, denied: Set[bytes], hops_to_peer: bool) -> None:
+        super().__init__()
+        self._denied = denied
+        self._hops_to_peer = hops_to_peer
+
+    def __missing__(self, name: bytes) -> bool:
+        lower = name.lower()
+        ours = lower.startswith(b"x-homeport-") and not (self._hops_to_peer and lower != b"x-homeport-hops")
+        passes = lower not in self._denied and not ours
+        if len(self) < NAMES_KEPT and len(name) <= LONGEST_NAME_KEPT:
+            self[name] = passes
+        return passes
+
+
 @lru_cache(maxsize=256)
-def _denied(replaced: tuple[str, ...], credentials: bool) -> frozenset[bytes]:
+def _passing(replaced: tuple[str, ...], credentials: bool, hops_to_peer: bool) -> _Passing:
     denied = _REQUEST_DENY | {name.lower().encode() for name in replaced}
-    return denied | CREDENTIALS if credentials else denied
+    return _Passing(denied | CREDENTIALS if credentials else denied, hops_to_peer)
 
 
-def _named_in_connection(headers: RawHeaders) -> set[bytes]:
-    named: set[bytes] = set()
-    for name, value in headers:
-        if name.lower() == b"connection":
-            named |= {part.strip().lower() for part in value.split(b",")}
-    return named
+def hop_by_hop(headers: MultiMapping[str]) -> Set[bytes]:
+    """The names that a client's ``Connection`` headers add to those that are hop-by-hop anyway."""
+    if "connection" not in headers:
+        return frozenset()
+    return _names_in([value.encode("latin-1", "replace") for value in headers.getall("connection")]) - HOP_BY_HOP
+
+
+def _names_in(values: Iterable[bytes]) -> set[bytes]:
+    return {part.strip().lower() for value in values for part in value.split(b",")}
 
 
 def request_head(method: str, target: str, host: bytes, lines: bytes, length: int) -> bytes:
@@ -92,13 +116,14 @@ def request_head(method: str, target: str, host: bytes, lines: bytes, length: in
     return b"%s%s\r\n%saccept-encoding: identity\r\n\r\n" % (first, host, lines)
 
 
-def to_client(head: Head, added: Mapping[str, str], *, stream: bool, from_peer: bool = False) -> bytes:
-    """An engine's headers as the client gets them, then ours. A peer proxy's ``x-homeport-*`` stay unless we say it."""
+def to_client(head: Head, added: str, *, stream: bool, from_peer: bool = False) -> bytes:
+    """An engine's headers as the client gets them, then the lines of ours. A peer proxy's ``x-homeport-*`` stay unless
+    we say it."""
     deny: Set[bytes] = _RESPONSE_DENY
     if b"connection" in head.fields:
-        deny |= _named_in_connection(head.headers)
+        deny |= _names_in([value for name, value in head.headers if name == b"connection"])
     if from_peer:
-        deny |= {name.encode() for name in added}
+        deny |= {name.encode() for name in by_name(added)}
     lines = [
         b"%s: %s\r\n" % pair
         for pair in head.headers
@@ -110,52 +135,55 @@ def to_client(head: Head, added: Mapping[str, str], *, stream: bool, from_peer: 
             lines.append(b"cache-control: no-cache\r\n")
         if b"x-accel-buffering" not in head.fields:
             lines.append(b"x-accel-buffering: no\r\n")
-    lines.append(lines_of(added))
+    lines.append(added.encode("latin-1", "replace"))
     return b"".join(lines)
 
 
-def of_exchange(exchange: Exchange) -> dict[str, str]:
-    """What Homeport tells about an answer; figures that are not known are left out."""
-    added = {"x-homeport-request-id": exchange.request_id, "x-request-id": exchange.request_id}
+def of_exchange(exchange: Exchange) -> str:
+    """What Homeport tells about an answer, as lines; figures that are not known are left out."""
+    request_id = exchange.request_id
+    lines = f"x-homeport-request-id: {request_id}\r\nx-request-id: {request_id}\r\n"
     if exchange.api in ("messages", "count_tokens"):
-        added["request-id"] = exchange.request_id
-    if exchange.session:
-        added["x-homeport-session"] = exchange.session
-    if exchange.peer_region:
-        added["x-homeport-decision"] = "peer"
-        added["x-homeport-reason"] = exchange.region_reason or f"served in region {exchange.region}"
-        added["server-timing"] = server_timing(exchange)
-        return added
-    if exchange.region:
-        added["x-homeport-region"] = exchange.region
+        lines += f"request-id: {request_id}\r\n"
+    if session := exchange.session:
+        lines += f"x-homeport-session: {session}\r\n"
     serving = exchange.serving
+    timing = server_timing(exchange, serving)
+    where = exchange.region_reason
+    if exchange.peer_region:
+        why = _plain(where or f"served in region {exchange.region}")
+        return f"{lines}x-homeport-decision: peer\r\nx-homeport-reason: {why}\r\n{timing}"
+    if exchange.region:
+        lines += f"x-homeport-region: {exchange.region}\r\n"
     if serving is not None:
-        added["x-homeport-backend"] = serving.place
-    prefill = exchange.prefilled_by
-    if prefill is not None:
-        added["x-homeport-prefill-backend"] = prefill
+        lines += f"x-homeport-backend: {serving.place}\r\n"
+    if (prefill := exchange.prefilled_by) is not None:
+        lines += f"x-homeport-prefill-backend: {prefill}\r\n"
     decision = exchange.decision
     if decision is not None:
-        added["x-homeport-decision"] = decision.word
-        where = exchange.region_reason
-        added["x-homeport-reason"] = _plain(f"{where}; {decision.reason}" if where else decision.reason)
+        why = _plain(f"{where}; {decision.reason}" if where else decision.reason)
+        lines += f"x-homeport-decision: {decision.word.value}\r\nx-homeport-reason: {why}\r\n"
         if (expected := exchange.expected_cached_tokens) is not None:
-            added["x-homeport-expected-cached-tokens"] = str(expected)
+            lines += f"x-homeport-expected-cached-tokens: {expected}\r\n"
     if exchange.cache is not None:
-        added["x-homeport-cache"] = exchange.cache
-    added["server-timing"] = server_timing(exchange)
-    return added
+        lines += f"x-homeport-cache: {exchange.cache}\r\n"
+    return lines + timing
 
 
-def server_timing(exchange: Exchange) -> str:
-    """Queue, decide, prefill leg and first token in milliseconds, those that have happened."""
-    parts = [f"queue;dur={exchange.queued_s * 1e3:.1f}", f"decide;dur={exchange.decide_s * 1e3:.2f}"]
+def by_name(lines: str) -> dict[str, str]:
+    """Header lines as a mapping."""
+    pairs = (line.partition(": ") for line in lines.split("\r\n") if line)
+    return {name: value for name, _, value in pairs}
+
+
+def server_timing(exchange: Exchange, serving: LegRecord | None) -> str:
+    """Queue, decide, prefill leg and first token in milliseconds, those that have happened, as a line."""
+    line = f"server-timing: queue;dur={exchange.queued_s * 1e3:.1f}, decide;dur={exchange.decide_s * 1e3:.2f}"
     if exchange.prefill_s is not None:
-        parts.append(f"prefill;dur={exchange.prefill_s * 1e3:.1f}")
-    serving = exchange.serving
+        line += f", prefill;dur={exchange.prefill_s * 1e3:.1f}"
     if exchange.first_token_s is not None and serving is not None and serving.first_token_s is not None:
-        parts.append(f"first-token;dur={(exchange.first_token_s - exchange.arrived_s) * 1e3:.1f}")
-    return ", ".join(parts)
+        line += f", first-token;dur={(exchange.first_token_s - exchange.arrived_s) * 1e3:.1f}"
+    return line + "\r\n"
 
 
 def _plain(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import msgspec
 
@@ -29,6 +29,8 @@ class Job(msgspec.Struct):
     stream: bool = False
     hide_usage: bool = False
     drop_credentials: bool = False
+    hop_by_hop: Set[bytes] = frozenset()
+    """Names of headers that the client's ``Connection`` keeps from travelling."""
 
     def for_engine(self, engine: Engine, leg: Leg, request_id: str) -> tuple[bytes, bytes]:
         """Head and body of this job as one engine gets it."""
@@ -38,14 +40,17 @@ class Job(msgspec.Struct):
         if engine.rank is not None:
             put["x-data-parallel-rank"] = str(engine.rank)
         body = self.body_with(leg.edits)
-        lines = to_engine(self.headers, put, drop_credentials=self.drop_credentials or engine.own_key)
+        drop_credentials = self.drop_credentials or engine.own_key
+        lines = to_engine(self.headers, put, drop_credentials=drop_credentials, hop_by_hop=self.hop_by_hop)
         origin = engine.pool.origin
         return request_head(self.method, origin.prefix + self.target, origin.host_header, lines, len(body)), body
 
     def for_peer(self, engine: Engine, request_id: str, hops: int) -> tuple[bytes, bytes]:
         """Head and body for another region's proxy: the client's own bytes; the peer does what an engine needs."""
         put = {**engine.put, "x-request-id": request_id, "x-homeport-hops": str(hops)}
-        lines = to_engine(self.headers, put, drop_credentials=engine.own_key, hops_to_peer=True)
+        lines = to_engine(
+            self.headers, put, drop_credentials=engine.own_key, hop_by_hop=self.hop_by_hop, hops_to_peer=True
+        )
         origin, body = engine.pool.origin, self.body
         return request_head(self.method, origin.prefix + self.target, origin.host_header, lines, len(body)), body
 

@@ -29,7 +29,7 @@ from homeport_proxy.downstream import Downstream, written
 from homeport_proxy.engines import Engines
 from homeport_proxy.errors import ProxyError, invalid_request, model_not_found, no_backend, overloaded, render
 from homeport_proxy.exchange import Exchange, Identity
-from homeport_proxy.headers import lines_of, of_exchange, usable_request_id
+from homeport_proxy.headers import hop_by_hop, lines_of, of_exchange, usable_request_id
 from homeport_proxy.identity import look
 from homeport_proxy.ids import mint
 from homeport_proxy.intake import read_body
@@ -120,6 +120,7 @@ class Pipeline:
             request.raw_headers,
             exchange.body,
             drop_credentials=not self.control.admission.open,
+            hop_by_hop=hop_by_hop(request.headers),
         )
         if exchange.body.lstrip(b" \t\r\n").startswith(b"{") or api.name != "other":
             _read_members(exchange, job)
@@ -313,10 +314,9 @@ def answer_error(exchange: Exchange, down: Downstream, error: ProxyError) -> Non
     """An answer of ours in the shape of the API that was called."""
     status, headers, body = render(error, exchange.api, exchange.request_id)
     exchange.status = status
-    headers.update(of_exchange(exchange))
     if error.status in (408, 413, 501):  # the rest of its body is not worth waiting for
         down.keep_alive = False
-    down.whole(status, lines_of(headers), body)
+    down.whole(status, lines_of(headers) + of_exchange(exchange).encode("latin-1", "replace"), body)
 
 
 def arrive(request: web.BaseRequest) -> Exchange:

@@ -70,31 +70,32 @@ class Plan(msgspec.Struct):
 class Relay:
     """Receives one engine's answer for one client. Its end is in :attr:`result`, awaited by :meth:`finished`."""
 
+    result: Refused | UpstreamError | None = None
+    done = False
+    _wake: asyncio.Future[None] | None = None
+    _flow: Flow | None = None
+    _held = False
+    _mode = Mode.UNKNOWN
+    _head: Head | None = None
+    _size = 0
+    _framer: Framer
+    _inflate: zlib._Decompress | None = None
+    _last = b""
+    _last_s = 0.0
+    _flows = False
+    """After the first token, with no frame unfinished: whole frames may pass as they come."""
+    _failed = False
+    _ended_early = False
+
     def __init__(self, exchange: Exchange, leg: LegRecord, downstream: Downstream, plan: Plan) -> None:
         self._exchange = exchange
         self._leg = leg
         self._down = downstream
         self._plan = plan
         self._loop = asyncio.get_running_loop()
-        self._wake: asyncio.Future[None] | None = None
-        self._flow: Flow | None = None
-        self._held = False
-        self._mode = Mode.UNKNOWN
-        self._head: Head | None = None
         self._parts: list[bytes] = []
-        self._size = 0
-        self._framer = Framer()
-        self._inflate: zlib._Decompress | None = None
-        self._last = b""
-        self._last_s = 0.0
-        self._flows = False
-        """After the first token, with no frame unfinished: whole frames may pass as they come."""
-        self._failed = False
         self._early: list[bytes] = []
-        self._ended_early = False
         self.usage = TokenUsage()
-        self.result: Refused | UpstreamError | None = None
-        self.done = False
 
     @property
     def token_seen(self) -> bool:
@@ -135,6 +136,7 @@ class Relay:
             self._mode = Mode.REFUSAL
         elif plain and kind.startswith(b"text/event-stream") and not self._down.bodyless:
             self._mode = Mode.STREAM
+            self._framer = Framer()
         elif plain and b"json" in kind and not self._down.bodyless and self._plan.api.name != "other":
             self._mode = Mode.DOCUMENT
         else:

@@ -28,10 +28,12 @@ class StoredResponses:
 
 def named(exchange: Exchange) -> str | None:
     """The stored response that a request names, by path or by ``previous_response_id``."""
+    if exchange.api not in ("responses", "other"):
+        return None
     match = _RESPONSE_PATH.match(exchange.path)
     if match is not None:
         return match.group(1)
-    if exchange.api != "responses" or exchange.document is None:
+    if exchange.api == "other" or exchange.document is None:
         return None
     previous = exchange.document.get("previous_response_id")
     return previous if isinstance(previous, str) and previous else None

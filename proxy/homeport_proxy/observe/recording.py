@@ -10,7 +10,7 @@ from homeport.record import RecordWriter
 from homeport.usage import Usage
 from homeport_proxy.config import ConfigError, Record
 from homeport_proxy.exchange import GENERATING, Exchange
-from homeport_proxy.headers import of_exchange
+from homeport_proxy.headers import by_name, of_exchange
 from homeport_proxy.observe.writer import BackgroundWriter
 
 MAX_PENDING = 256
@@ -60,7 +60,7 @@ def line_of(exchange: Exchange) -> Line:
         url=exchange.path,
         headers=dict(exchange.headers),
         status=exchange.status,
-        response_headers=of_exchange(exchange),
+        response_headers=by_name(of_exchange(exchange)),
         usage=cast("dict[str, JsonValue]", usage.to_dict()) if usage.reported else None,
         ttft_s=None if first_s is None else first_s - exchange.arrived_s,
         model=exchange.model,
