@@ -64,6 +64,9 @@ class Breaker:
 
     def ended(self, result: Result, now_s: float) -> None:
         """A request ended. Neutral outcomes free the trial and decide nothing."""
+        if result is Result.SUCCESS and self.open_until_s is None:  # nearly always
+            self._failures = self._openings = self._trials = 0
+            return
         was_trial = self.half_open(now_s) and self._trials > 0
         if was_trial:
             self._trials -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import cast
 
 import msgspec
@@ -13,16 +13,18 @@ from xxhash import xxh3_64
 from homeport.fingerprint import JsonValue
 from homeport_proxy.splice import NotAnObjectError
 
-PROMPT_HEAD = (
-    "model",
-    "system",
-    "instructions",
-    "tools",
-    "functions",
-    "chat_template",
-    "chat_template_kwargs",
-    "reasoning",
-    "reasoning_effort",
+PROMPT_HEAD = frozenset(
+    {
+        "model",
+        "system",
+        "instructions",
+        "tools",
+        "functions",
+        "chat_template",
+        "chat_template_kwargs",
+        "reasoning",
+        "reasoning_effort",
+    }
 )
 """Members of a body that stand before its messages in the prompt, or decide how these are rendered."""
 MOST_MESSAGES = 10_000
@@ -176,13 +178,13 @@ class Document(Mapping[str, JsonValue]):
                 known.append(digest.intdigest())
         return known
 
-    def digest_of(self, names: tuple[str, ...]) -> int:
+    def digest_of(self, names: Set[str]) -> int:
         """A digest of the bytes of these members, those that are there."""
-        present = [name for name in names if name in self.raws]
+        present = names & self.raws.keys()
         if not present:
             return 0
         digest = xxh3_64(seed=_SEED)
-        for name in present:
+        for name in sorted(present):
             digest.update(name.encode())
             digest.update(self.raws[name])
         return digest.intdigest()

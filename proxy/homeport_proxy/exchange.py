@@ -55,6 +55,8 @@ class LegRecord(msgspec.Struct):
     headers_s: float | None = None
     first_token_s: float | None = None
     ended_s: float | None = None
+    told: bool = False
+    """Whether health has heard how it ended."""
 
 
 class Identity(msgspec.Struct, frozen=True):

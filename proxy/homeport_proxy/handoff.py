@@ -154,7 +154,6 @@ class Attempt:
         self._decision = decision
         self._loop = asyncio.get_running_loop()
         self._open: dict[Connection, tuple[LegRecord, Part]] = {}
-        self._told: set[int] = set()
         self._decoding: Connection | None = None
         self.held: Held | None = None
         self.relay: Relay | None = None
@@ -463,7 +462,7 @@ class Attempt:
         fresh: bool,
     ) -> Connection:
         self._desk.health.sent(engine.place, part)
-        self._told.discard(id(record))
+        record.told = False
         try:
             engine.pool.connect_s = self._desk.timeouts().connect_s
             connection = await engine.pool.acquire(fresh=fresh)
@@ -481,9 +480,9 @@ class Attempt:
 
     def _tell(self, record: LegRecord, part: Part, result: Result, head: Head | None = None) -> None:
         """Health hears of every sent leg exactly once."""
-        if id(record) in self._told:
+        if record.told:
             return
-        self._told.add(id(record))
+        record.told = True
         retry_after_s = _retry_after_s(head) if head is not None and head.status in TURNED_AWAY else None
         self._desk.health.ended(record.place, part, result, retry_after_s=retry_after_s)
 

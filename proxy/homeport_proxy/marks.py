@@ -22,7 +22,7 @@ from homeport_proxy.prefix import History, history_of
 KEPT = 200_000
 """Messages remembered, about 250 bytes each."""
 SYSTEMS_KEPT = 20_000
-_SYSTEM_MEMBERS = ("system", "instructions")
+_SYSTEM_MEMBERS = frozenset({"system", "instructions"})
 
 
 class _System(NamedTuple):
@@ -69,7 +69,7 @@ class Marks:
         stands = known is not None and known.members == members and body.is_list(name)
         if known is not None and stands and body.list_of(name).begins(known.end, known.head):
             return known.digest
-        parts = [bytes(body.raws[member]) for member in _SYSTEM_MEMBERS if body.holds(member)]
+        parts = [bytes(body.raws[member]) for member in ("system", "instructions") if body.holds(member)]
         items = body.items_of(name) or []
         count = first_spoken(items)
         parts += [bytes(item) for item in items[:count]]

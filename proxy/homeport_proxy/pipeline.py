@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -232,8 +232,8 @@ class Pipeline:
 
     def _view(self, exchange: Exchange) -> RequestView:
         identity = exchange.identity or Identity(mint(128), "request", "side", final=True)
-        document = exchange.members
-        user = document.get("user")
+        document = exchange.document
+        user = None if document is None else document.get("user")
         return RequestView(
             request_id=exchange.request_id,
             api=exchange.api,
@@ -248,7 +248,7 @@ class Pipeline:
             parent=identity.parent,
             kind=identity.kind,
             final=identity.final,
-            expected_output_tokens=_expected_output(document) if exchange.identity else 1,
+            expected_output_tokens=_expected_output(document) if exchange.identity and document is not None else 1,
             split_refused=self._split_refused(exchange),
         )
 
@@ -398,9 +398,11 @@ def _ask_for_usage(api: ClientApi, exchange: Exchange, job: Job) -> None:
     job.hide_usage = True
 
 
-def _expected_output(document: Mapping[str, JsonValue]) -> int:
+def _expected_output(document: Document) -> int:
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        value = document.get(name)
+        if name not in document.raws:
+            continue
+        value = document[name]
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return min(value, EXPECTED_OUTPUT_TOKENS)
     return EXPECTED_OUTPUT_TOKENS

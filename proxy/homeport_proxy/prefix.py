@@ -171,5 +171,4 @@ def _head_digest(api: Api, body: Document) -> int:
     read = fingerprint.as_engines_read(api, system)
     if read is system:
         return body.digest_of(PROMPT_HEAD)
-    rest = tuple(name for name in PROMPT_HEAD if name != "system")
-    return hash((body.digest_of(rest), msgspec.json.encode(read["system"])))
+    return hash((body.digest_of(PROMPT_HEAD - {"system"}), msgspec.json.encode(read["system"])))

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +43,8 @@ CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
 _INSERT = f"INSERT INTO ledger ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) ON CONFLICT DO NOTHING"
+
+_FIELDS = attrgetter(*COLUMNS)
 
 GROUPS: dict[str, str] = {
     "tenant": "tenant",
@@ -104,8 +107,14 @@ def insert(connection: sqlite3.Connection, entries: Sequence[Entry], max_rows: i
     """Add lines in one transaction, leaving out request ids that are there already, and prune what is too much."""
     with connection:
         connection.execute("BEGIN IMMEDIATE")
-        connection.executemany(_INSERT, [[plain(getattr(entry, name)) for name in COLUMNS] for entry in entries])
+        connection.executemany(_INSERT, [_row(entry) for entry in entries])
         _prune(connection, max_rows, max_bytes)
+
+
+def _row(entry: Entry) -> tuple[Value, ...]:
+    row: tuple[Value, ...] = _FIELDS(entry)
+    # only dollars are no value of SQLite's
+    return row if entry.cost_usd is None and entry.saved_usd is None else tuple([plain(value) for value in row])
 
 
 def _prune(connection: sqlite3.Connection, max_rows: int, max_bytes: int) -> None:
