@@ -128,9 +128,10 @@ def homeport_process(port: int, engine: int) -> None:
             "regions": {"local": {"backends": [{"name": "b0", "url": f"http://127.0.0.1:{engine}"}]}},
         }
     )
-    path = Path(tempfile.mkdtemp()) / "homeport.yaml"
-    path.write_text(text)
-    _loop_run(lambda: serve(config.load(path), path))
+    with tempfile.TemporaryDirectory(prefix="homeport-bench-") as folder:
+        path = Path(folder) / "homeport.yaml"
+        path.write_text(text)
+        _loop_run(lambda: serve(config.load(path), path))
 
 
 def plain_process(port: int, engine: int) -> None:
