@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -177,16 +177,22 @@ class Pipeline:
     async def _locate_and_answer(self, exchange: Exchange, job: Job, down: Downstream) -> None:
         if await self._answered_elsewhere(exchange, job, down):
             return
-        if exchange.identity is not None and (blocks := await self.token_blocks.of(exchange, job)):
-            exchange.prefix = replace(exchange.prefix, token_blocks=blocks)
-            exchange.prompt_tokens_estimate = self._placeable(exchange, exchange.prompt_tokens_counted or 1)
+        if exchange.identity is not None and (sizes := self.token_blocks.followed(exchange, job)):
+            await self._count_tokens(exchange, job, sizes)
         await self._place(exchange)
         try:
-            await self._hold_to_stored_state(exchange)
+            if (wanted := stored.named(exchange)) is not None:
+                await self._hold_to_stored_state(exchange, wanted)
             await handoff.answer(self.desk, exchange, job, down)
             self._remember_stored(exchange)
         finally:
             self._give_back(exchange)
+
+    async def _count_tokens(self, exchange: Exchange, job: Job, sizes: Mapping[str, int]) -> None:
+        """The prompt in an engine's own tokens, where one can tell."""
+        if blocks := await self.token_blocks.of(exchange, job, sizes):
+            exchange.prefix = replace(exchange.prefix, token_blocks=blocks)
+            exchange.prompt_tokens_estimate = self._placeable(exchange, exchange.prompt_tokens_counted or 1)
 
     async def _answered_elsewhere(self, exchange: Exchange, job: Job, down: Downstream) -> bool:
         """Find the region; True when another region's proxy has answered. A peer that takes nothing is left for the
@@ -258,10 +264,9 @@ class Pipeline:
         prefill = self.control.fleet.prefill_in(exchange.region)
         return None if prefill is None else _refuses(prefill, exchange)
 
-    async def _hold_to_stored_state(self, exchange: Exchange) -> None:
+    async def _hold_to_stored_state(self, exchange: Exchange, wanted: str) -> None:
         """A request that names stored state is served by the backend that holds it, or refused."""
-        wanted = stored.named(exchange)
-        if wanted is None or exchange.ticket is None:
+        if exchange.ticket is None:
             return
         place = await self.control.books.holder(exchange.tenant, wanted)
         if place is None:
@@ -280,8 +285,10 @@ class Pipeline:
             exchange.ticket.decision = exchange.decision = decision
 
     def _remember_stored(self, exchange: Exchange) -> None:
+        if exchange.response_id is None:
+            return
         serving = exchange.serving
-        if exchange.response_id is not None and serving is not None and exchange.ok:
+        if serving is not None and exchange.ok:
             self.control.books.stored(exchange.tenant, exchange.response_id, serving.place)
 
     def _give_back(self, exchange: Exchange) -> None:

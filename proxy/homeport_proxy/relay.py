@@ -146,7 +146,8 @@ class Relay:
         if self._flows and data.endswith(b"\n\n") and not _marked(data):
             self._count_chunk()
             self._last = data
-            self._write(data)
+            if self._down.write(data) and not self._held:
+                self._hold()
             return
         if self._inflate is not None:
             try:
@@ -443,10 +444,14 @@ class Relay:
 
     def _write(self, data: bytes) -> None:
         if self._down.write(data) and not self._held:
-            self._held = True
-            if self._flow is not None:
-                self._flow.pause()
-            self._rouse()
+            self._hold()
+
+    def _hold(self) -> None:
+        """The client reads more slowly than the engine writes: let the engine wait."""
+        self._held = True
+        if self._flow is not None:
+            self._flow.pause()
+        self._rouse()
 
 
 def _strip(document: bytes) -> bytes:

@@ -65,13 +65,8 @@ class TokenBlocks:
         self._able_of = -1
         self._able_by: dict[tuple[str, str, str], list[tuple[Member, str]]] = {}
 
-    async def of(self, exchange: Exchange, job: Job) -> dict[int, Sequence[int]]:
-        """Block names by block size in tokens; empty when no engine's events are followed, or none could say."""
-        if job.raws is None or "prompt_embeds" in job.raws:
-            return {}
-        sizes = self._followed(exchange)
-        if not sizes:
-            return {}
+    async def of(self, exchange: Exchange, job: Job, sizes: Mapping[str, int]) -> dict[int, Sequence[int]]:
+        """Block names by block size in tokens; empty when none of the places could say. ``sizes``: :meth:`followed`."""
         tokens = await self._tokens(next(iter(sizes)), job)
         if not tokens:
             return {}
@@ -83,10 +78,10 @@ class TokenBlocks:
             if len(tokens) <= size * MOST_BLOCKS
         }
 
-    def _followed(self, exchange: Exchange) -> dict[str, int]:
-        """Places that serve the model and whose events are followed, with their block size in tokens."""
+    def followed(self, exchange: Exchange, job: Job) -> dict[str, int]:
+        """Places that can tell this prompt's tokens and whose events are followed, with their block size in tokens."""
         router = self._control.routers.get(exchange.region)
-        if router is None:
+        if router is None or job.raws is None or "prompt_embeds" in job.raws:
             return {}
         now_s = asyncio.get_running_loop().time()
         found: dict[str, int] = {}

@@ -191,9 +191,11 @@ class Connection(asyncio.Protocol):
         self._pieces.append(body)  # chunks that came in one read go on in one write
 
     def _deliver(self) -> None:
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
         if self._receiver is not None:
-            self._receiver.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            self._receiver.on_data(data)
 
     def on_message_complete(self) -> None:
         if self._pieces:
