@@ -35,7 +35,7 @@ _SPACE = b" \t\n\r"
 _BETWEEN = _SPACE + b","
 _OPENS_LIST = ord("[")
 # the digests below stay in this process: a seed of its own keeps anybody from making two conversations look alike
-_SEED = secrets.randbits(64)
+SEED = secrets.randbits(64)
 
 
 class RawList:
@@ -47,7 +47,7 @@ class RawList:
     def __init__(self, raw: msgspec.Raw) -> None:
         self._view = memoryview(raw)
         self._items: list[msgspec.Raw] | None = None
-        self._digest = xxh3_64(seed=_SEED)
+        self._digest = xxh3_64(seed=SEED)
         self._digests: dict[int, int] = {}
         self._at = 0
 
@@ -115,10 +115,12 @@ class RawList:
 class Document(Mapping[str, JsonValue]):
     """The members of a body by name, each decoded once. Raises :class:`NotAnObjectError` for one that cannot be."""
 
-    __slots__ = ("_chains", "_decoded", "_lists", "raws")
+    __slots__ = ("_chains", "_decoded", "_lists", "known_bytes", "raws")
 
-    def __init__(self, raws: Mapping[str, msgspec.Raw]) -> None:
+    def __init__(self, raws: Mapping[str, msgspec.Raw], known_bytes: int = 0) -> None:
         self.raws = raws
+        self.known_bytes = known_bytes
+        """So many bytes in front were known and not looked into."""
         self._decoded: dict[str, JsonValue] = {}
         self._lists: dict[str, RawList] = {}
         self._chains: dict[str, list[int]] = {}
@@ -172,7 +174,7 @@ class Document(Mapping[str, JsonValue]):
         known = self._chains.get(name)
         if known is None:
             known = self._chains[name] = []
-            digest = xxh3_64(seed=_SEED)
+            digest = xxh3_64(seed=SEED)
             for item in self.items_of(name) or ():
                 digest.update(item)
                 known.append(digest.intdigest())
@@ -183,7 +185,7 @@ class Document(Mapping[str, JsonValue]):
         present = names & self.raws.keys()
         if not present:
             return 0
-        digest = xxh3_64(seed=_SEED)
+        digest = xxh3_64(seed=SEED)
         for name in sorted(present):
             digest.update(name.encode())
             digest.update(self.raws[name])

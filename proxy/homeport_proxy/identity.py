@@ -209,7 +209,7 @@ def look(exchange: Exchange, body: Document, headers: Sequence[str], marks: Mark
     if named is None:
         shared = next(((name, value) for name in SHARED_KEYS if (value := _shared_value(body.get(name)))), None)
         mark = _mark(exchange, body, marks)
-    hinted = _first(exchange.headers, PARENT_HEADERS)
+    hinted = first_header(exchange.headers, PARENT_HEADERS)
     return Look(
         namespace=namespace,
         named=named,
@@ -236,7 +236,7 @@ def _mark(exchange: Exchange, body: Mapping[str, JsonValue], marks: Marks) -> fi
 def _named(exchange: Exchange, body: Mapping[str, JsonValue], names: Sequence[str]) -> _Found | None:
     """The key a request gives itself, by header or metadata; a sub-agent's own id extends it."""
     headers = exchange.headers
-    given = _first(headers, names) or _in_metadata(body.get("metadata"))
+    given = first_header(headers, names) or _in_metadata(body.get("metadata"))
     if given is None:
         return None
     source, value = given
@@ -261,7 +261,8 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _first(headers: Mapping[str, str], names: Sequence[str]) -> tuple[str, str] | None:
+def first_header(headers: Mapping[str, str], names: Sequence[str]) -> tuple[str, str] | None:
+    """The first of these headers that says something, with its name."""
     for name in names:
         value = headers.get(name)
         if value and value.strip():

@@ -24,13 +24,14 @@ from homeport_proxy.api.plain import OTHER
 from homeport_proxy.carrying import carried
 from homeport_proxy.config import Backend
 from homeport_proxy.control import Control
-from homeport_proxy.document import Document
+from homeport_proxy.document import Document, messages_of
 from homeport_proxy.downstream import Downstream, written
 from homeport_proxy.engines import Engines
 from homeport_proxy.errors import ProxyError, invalid_request, model_not_found, no_backend, overloaded, render
 from homeport_proxy.exchange import Exchange, Identity
+from homeport_proxy.grown import LONG_BYTES, GrownBodies
 from homeport_proxy.headers import hop_by_hop, lines_of, of_exchange, usable_request_id
-from homeport_proxy.identity import look
+from homeport_proxy.identity import first_header, look
 from homeport_proxy.ids import mint
 from homeport_proxy.intake import read_body
 from homeport_proxy.job import Job
@@ -38,7 +39,7 @@ from homeport_proxy.marks import Marks
 from homeport_proxy.prefix import Prefixes
 from homeport_proxy.profiles import calmed, rules_for
 from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, SessionView, Word
-from homeport_proxy.splice import NotAnObjectError, edit, raw_members
+from homeport_proxy.splice import NotAnObjectError, edit
 from homeport_proxy.tokens import TokenBlocks
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Pipeline:
         self.control = control
         self.engines = Engines(control.fleet)
         self.prefixes = Prefixes(BLOCK_CHARS)
+        self.bodies = GrownBodies()
         self.marks = Marks()
         self.token_blocks = TokenBlocks(control, self.engines)
         self.desk = handoff.Desk(
@@ -123,7 +125,7 @@ class Pipeline:
             hop_by_hop=hop_by_hop(request.headers),
         )
         if exchange.body.lstrip(b" \t\r\n").startswith(b"{") or api.name != "other":
-            _read_members(exchange, job)
+            self._read_members(exchange, job)
         profiles = self.control.config.profiles
         if profiles and (rules := rules_for(profiles, request.headers.get("user-agent"))):
             _keep_still(exchange, job, rules)
@@ -131,6 +133,25 @@ class Pipeline:
         if job.raws is not None:
             _plan_edits(exchange, job)
         return job
+
+    def _read_members(self, exchange: Exchange, job: Job) -> None:
+        """Decode the body once: the top level for edits, the document for identity and routing."""
+        body = exchange.body
+        if not body and job.api.name == "other":
+            return
+        try:
+            exchange.document = self.bodies.document(self._hint(exchange) if len(body) >= LONG_BYTES else None, body)
+            job.raws = exchange.document.raws
+            exchange.stream = job.stream = exchange.document.get("stream") is True
+        except NotAnObjectError as error:
+            if job.api.name == "other":
+                return
+            raise invalid_request(f"The body is not a JSON object: {error}.") from None
+
+    def _hint(self, exchange: Exchange) -> str | None:
+        """By what a long body is remembered: the session header as it came."""
+        found = first_header(exchange.headers, self.control.config.affinity.headers)
+        return None if found is None else f"{exchange.tenant}\0{found[1]}"
 
     def _resolve_model(self, exchange: Exchange, job: Job) -> str:
         """The engines' name for the model that is asked for. Raises ProxyError 404 when nobody serves it."""
@@ -166,6 +187,9 @@ class Pipeline:
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return  # not the shape this API promises: the engine will say so
         exchange.prefix = PrefixKeys(blocks, BLOCK_CHARS)
+        if len(exchange.body) >= LONG_BYTES and document.raws is job.raws:  # as it came, not calmed
+            stands = self.prefixes.stands(exchange.identity.session)
+            self.bodies.remember(self._hint(exchange), exchange.body, document, messages_of(exchange.api), stands)
 
     def _placeable(self, exchange: Exchange, tokens: int) -> int:
         """A prompt's length as the router gets it: what is too long is the engine's to refuse, a guess above all."""
@@ -350,20 +374,6 @@ def _named(asked: JsonValue) -> str:
     """What a client calls its model, as logs and books may show it: short, and no line breaks or the like."""
     name = asked[:LONGEST_MODEL_NAME] if isinstance(asked, str) else ""
     return name if name.isprintable() else "".join(char if char.isprintable() else "?" for char in name)
-
-
-def _read_members(exchange: Exchange, job: Job) -> None:
-    """Decode the body once: the top level for edits, the document for identity and routing."""
-    if not exchange.body and job.api.name == "other":
-        return
-    try:
-        job.raws = raw_members(exchange.body)
-        exchange.document = Document(job.raws)
-        exchange.stream = job.stream = exchange.document.get("stream") is True
-    except NotAnObjectError as error:
-        if job.api.name == "other":
-            return
-        raise invalid_request(f"The body is not a JSON object: {error}.") from None
 
 
 def _keep_still(exchange: Exchange, job: Job, rules: Sequence[Declared]) -> None:

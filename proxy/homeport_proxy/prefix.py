@@ -76,6 +76,11 @@ class Prefixes:
         self._keep(session, known)
         return known.blocks
 
+    def stands(self, session: str) -> int:
+        """The end, within the list, of a session's messages but for its newest few; 1 when there are none."""
+        known = self._known.get(session)
+        return known.marks[0].end if known is not None and known.marks else 1
+
     def _keep(self, session: str, known: _Known) -> None:
         self._known[session] = known
         self.size_bytes += known.size_bytes

@@ -96,7 +96,7 @@ def _walk(body: bytes, raws: Mapping[str, msgspec.Raw]) -> list[Member] | None:
         value_start = _skip(body, colon)
         value = memoryview(raw)
         value_end = value_start + len(value)
-        if memoryview(body)[value_start:value_end] != value:
+        if not body.startswith(value, value_start):  # memoryviews compare byte by byte: a hundred times slower
             return None
         found.append(Member(key, key_start, value_start, value_end))
         end = _skip(body, value_end)
