@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeAlias
 
+from multidict import CIMultiDict, CIMultiDictProxy
+
 from homeport.ledger import Entry, GroupBy, Ledger, Totals
 from homeport.prices import PriceBook
 from homeport.usage import Usage
@@ -24,6 +26,8 @@ from homeport_proxy.observe.summary import Summary, code_of, summarise, word_of
 from homeport_proxy.routing.views import NO_PREFIX, Word
 
 log = logging.getLogger(__name__)
+
+_NO_HEADERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
 
 Listener: TypeAlias = Callable[[Exchange, Mapping[str, int]], None]
 """Hears of every booked request: the exchange, and its uncached prompt tokens by cause."""
@@ -72,7 +76,8 @@ class RequestLog:
         self._by_id: OrderedDict[str, tuple[Exchange, Mapping[str, int]]] = OrderedDict()
 
     def add(self, exchange: Exchange, causes: Mapping[str, int]) -> None:
-        """Remember one."""
+        """Remember one; its headers are let go."""
+        exchange.headers = _NO_HEADERS
         self._by_id.pop(exchange.request_id, None)
         self._by_id[exchange.request_id] = (exchange, causes)
         if len(self._by_id) > self._kept:
@@ -205,7 +210,7 @@ class Account:
         if exchange.first_token_s is not None:
             metrics.ttft.observe(exchange.first_token_s - exchange.arrived_s)
         if exchange.legs:
-            metrics.overhead.observe(max(0.0, exchange.legs[0].started_s - exchange.arrived_s - exchange.queued_s))
+            metrics.overhead.observe(max(0.0, exchange.legs[0].started_s - exchange.arrived_s - exchange.held_s))
         if usage.prompt_tokens is not None:
             if usage.cached_tokens is None:
                 metrics.prompt_tokens.add(usage.prompt_tokens, (model, tenant, "unknown"))
