@@ -134,6 +134,8 @@ class EngineKind:
     metrics_path: str | None = "/metrics"
     tokens_paths: Mapping[str, str] = field(default_factory=dict)
     """Per client API, where the engine tells a request's prompt in its own tokens."""
+    token_ids_path: str | None = None
+    """Where the engine takes a prompt as token ids, in the shape of OpenAI's completions; None: nowhere."""
 
     def tokens_path(self, api: str) -> str | None:
         """Where to ask for the tokens of that API's requests; None when it cannot tell."""

@@ -10,7 +10,12 @@ from homeport_engines.sglang import wire as sglang_wire
 from homeport_engines.vllm import wire as vllm_wire
 
 KINDS: Mapping[str, EngineKind] = {
-    "vllm": EngineKind(name="vllm", transfers=vllm_wire.TRANSFERS, tokens_paths=vllm_wire.TOKENS_PATHS),
+    "vllm": EngineKind(
+        name="vllm",
+        transfers=vllm_wire.TRANSFERS,
+        tokens_paths=vllm_wire.TOKENS_PATHS,
+        token_ids_path="/v1/completions",
+    ),
     "sglang": EngineKind(name="sglang", transfers=sglang_wire.TRANSFERS),
     "openai": OPENAI,
 }

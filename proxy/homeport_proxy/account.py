@@ -210,7 +210,7 @@ class Account:
         if exchange.first_token_s is not None:
             metrics.ttft.observe(exchange.first_token_s - exchange.arrived_s)
         if exchange.legs:
-            metrics.overhead.observe(max(0.0, exchange.legs[0].started_s - exchange.arrived_s - exchange.queued_s))
+            metrics.overhead.observe(max(0.0, exchange.legs[0].started_s - exchange.arrived_s - exchange.held_s))
         if usage.prompt_tokens is not None:
             if usage.cached_tokens is None:
                 metrics.prompt_tokens.add(usage.prompt_tokens, (model, tenant, "unknown"))

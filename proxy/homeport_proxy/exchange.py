@@ -42,11 +42,15 @@ class State(IntEnum):
     DONE = 5
 
 
+LegPart = Literal["prefill", "slice", "serve"]
+
+
 class LegRecord(msgspec.Struct):
-    """One request to one engine: a prefill leg, or the leg that answers the client."""
+    """One request to one engine: a prefill leg, a slice (the head of the prompt, prefilled by itself), or the leg that
+    answers the client."""
 
     place: str
-    part: Literal["prefill", "serve"]
+    part: LegPart
     engine_request_id: str
     state: State = State.NOT_SENT
     status: int | None = None
@@ -55,6 +59,8 @@ class LegRecord(msgspec.Struct):
     headers_s: float | None = None
     first_token_s: float | None = None
     ended_s: float | None = None
+    held_s: float = 0.0
+    """Seconds in the queue after this slice; counted in ``queued_s`` as well."""
     told: bool = False
     """Whether health has heard how it ended."""
 
@@ -135,7 +141,12 @@ class Exchange(msgspec.Struct):
     """Whether the session's prefix was resident when the request came, as ``x-homeport-cache`` says it."""
     queued_s: float = 0.0
     decide_s: float = 0.0
-    """Seconds spent in late binding, and seconds the decision itself took."""
+    """Seconds spent in late binding, between slices as well, and seconds the decision itself took."""
+    slices: int = 0
+    """Parts of the prompt that were prefilled before the request itself was sent."""
+    found_tokens: dict[str, int | None] | None = None
+    """What the first of them found cached, by place: later ones, and the request itself, find what these computed.
+    None where that cannot be known."""
 
     # hand off, relay
     legs: list[LegRecord] = []
@@ -182,6 +193,13 @@ class Exchange(msgspec.Struct):
             if leg.part == "serve":
                 return leg
         return None
+
+    @property
+    def held_s(self) -> float:
+        """Seconds in the queue before anything was sent."""
+        if self.found_tokens is None:
+            return self.queued_s
+        return max(0.0, self.queued_s - sum([leg.held_s for leg in self.legs]))
 
     @property
     def expected_cached_tokens(self) -> int | None:

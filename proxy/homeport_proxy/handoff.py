@@ -28,7 +28,7 @@ from homeport_proxy.config import Timeouts
 from homeport_proxy.downstream import Downstream
 from homeport_proxy.engines import Engine, Engines
 from homeport_proxy.errors import no_backend, upstream_error, upstream_timeout
-from homeport_proxy.exchange import Exchange, LegRecord, State
+from homeport_proxy.exchange import Exchange, LegPart, LegRecord, State
 from homeport_proxy.health import Health, Part
 from homeport_proxy.ids import mint
 from homeport_proxy.job import Job
@@ -256,14 +256,11 @@ class Attempt:
         return main and engine.member is not None and engine.member.backend.kv_readback
 
     async def _prefill_answer(self, engine: Engine, leg: Leg, within_s: float | None = None) -> Mapping[str, JsonValue]:
-        record = self._record(engine, "prefill")
         try:
-            head, body = await self._collect(engine, leg, record, within_s)
+            head, body = await self.collected(engine, leg, "prefill", within_s)
         except UpstreamError as fault:
-            record.error = str(fault)
             self._desk.engines.forget_ids(engine)
             raise PrefillFailedError(f"prefill on {engine.place} failed: {fault}") from None
-        record.status = head.status
         if head.status == 429 or head.status >= 500:
             raise PrefillFailedError(f"prefill on {engine.place} answered {head.status}")
         if head.status >= 400:
@@ -273,26 +270,41 @@ class Attempt:
         except NotAnObjectError:
             raise PrefillFailedError(f"prefill on {engine.place} answered something else than JSON") from None
 
+    async def collected(
+        self, engine: Engine, leg: Leg, part: LegPart, within_s: float | None = None
+    ) -> tuple[Head, bytes]:
+        """The whole answer to a leg of which the client sees nothing, given up after ``within_s`` (None: when a first
+        token would be). Raises UpstreamError."""
+        record = self._record(engine, part)
+        try:
+            head, body = await self._collect(engine, leg, record, within_s)
+        except UpstreamError as fault:
+            record.error, record.ended_s = str(fault), self._loop.time()
+            raise
+        record.status = head.status
+        return head, body
+
     async def _collect(self, engine: Engine, leg: Leg, record: LegRecord, within_s: float | None) -> tuple[Head, bytes]:
         message = self._job.for_engine(engine, leg, record.engine_request_id)
+        part: Part = "prefill" if record.part == "prefill" else "serve"
         for fresh in (False, True):
             answer = Collector()
-            connection = await self._send(engine, message, answer, record, "prefill", fresh=fresh)
+            connection = await self._send(engine, message, answer, record, part, fresh=fresh)
             patience = Patience(self._desk.watch, connection, within_s or self._first_token_s(), lambda: True)
             try:
                 head, body = await answer.finished()
             except UpstreamError as fault:
                 self._open.pop(connection, None)
                 if _stale(connection, fault) and not fresh:
-                    self._tell(record, "prefill", Result.NEUTRAL)
+                    self._tell(record, part, Result.NEUTRAL)
                     continue
-                self._tell(record, "prefill", Result.FAILURE)
+                self._tell(record, part, Result.FAILURE)
                 raise
             finally:
                 patience.stop()
             self._open.pop(connection, None)
             record.ended_s = self._loop.time()
-            self._tell(record, "prefill", classify(head.status), head)
+            self._tell(record, part, classify(head.status), head)
             return head, body
         raise AssertionError("unreachable")
 
@@ -422,6 +434,9 @@ class Attempt:
             plan.fix_usage = True
             plan.ready = lambda: bool(handed)
             plan.cached = lambda: handed[0].cached_tokens if handed and handed[0] is not None else None
+        elif exchange.found_tokens is not None and engine.place in exchange.found_tokens:
+            plan.fix_usage = True
+            plan.cached = partial(exchange.found_tokens.get, engine.place)
         if readback_s is not None:
             plan.on_params = keep
         return plan
@@ -445,7 +460,7 @@ class Attempt:
 
     # sending
 
-    def _record(self, engine: Engine, part: Part) -> LegRecord:
+    def _record(self, engine: Engine, part: LegPart) -> LegRecord:
         number = len(self._exchange.legs)
         record = LegRecord(engine.place, part, f"{self._exchange.request_id[:96]}-{number}-{mint(32)}")
         self._exchange.legs.append(record)

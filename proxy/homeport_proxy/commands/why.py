@@ -60,8 +60,9 @@ def parts(summary: Mapping[str, Any]) -> list[Part]:
         Part("queue", ms["queue"], "held in the proxy until a place had room"),
         Part("decide", ms["decide"], "deciding where it goes"),
     ]
-    at = sum(part.ms for part in found)
     legs = summary["legs"]
+    at = sum(part.ms for part in found) - sum(leg.get("held_ms", 0.0) for leg in legs)
+    sliced: list[float] = []
     for leg, following in zip_longest(legs, legs[1:]):
         start = max(at, leg["start_ms"] or 0.0)  # one that could not even connect was never sent
         if leg["part"] == "serve" and not leg["error"]:
@@ -69,8 +70,13 @@ def parts(summary: Mapping[str, Any]) -> list[Part]:
             break
         ends = (leg["end_ms"], following and following["start_ms"], until)
         at = max(start, min(next(end for end in ends if end is not None), until))
-        name, what = ("attempt", "tried in vain") if leg["error"] else ("prefill_leg", "prefilled")
-        found.append(Part(name, at - start, f"{what} on {leg['place']}" + _error(leg)))
+        if leg["part"] == "slice" and not leg["error"]:
+            sliced.append(at - start)
+        else:
+            name, what = ("attempt", "tried in vain") if leg["error"] else ("prefill_leg", "prefilled")
+            found.append(Part(name, at - start, f"{what} on {leg['place']}" + _error(leg)))
+        at += leg.get("held_ms", 0.0)
+    found.append(Part("slices", sum(sliced), f"{len(sliced)} of its parts, each prefilled by itself"))
     rest = until - sum(part.ms for part in found)
     found.append(Part("proxy", max(rest, 0.0), "reading the request, and the proxy's own work"))
     return [part for part in found if part.ms > 0]
@@ -93,7 +99,7 @@ def verdict(summary: Mapping[str, Any], found: Sequence[Part]) -> str:
         return "no answer came"
     longest = max(found, key=lambda part: part.ms)
     said = f"{longest.ms / sum(part.ms for part in found):.0%} of the time: {longest.text}"
-    if longest.name not in ("engine", "prefill_leg"):
+    if longest.name not in ("engine", "prefill_leg", "slices"):
         return said
     prompt, cached = summary["tokens"]["prompt"], summary["tokens"]["cached"]
     if prompt and cached is not None and prompt - cached < _LITTLE_SHARE * prompt:

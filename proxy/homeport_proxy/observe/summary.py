@@ -81,6 +81,7 @@ def summarise(exchange: Exchange, causes: Mapping[str, int]) -> Summary:
                 "start_ms": since(leg.started_s),
                 "first_token_ms": since(leg.first_token_s),
                 "end_ms": since(leg.ended_s),
+                "held_ms": round(leg.held_s * 1000, 3),
             }
             for leg in exchange.legs
         ],

@@ -42,10 +42,12 @@ class Tracing:
             attributes=_attributes(exchange),
         )
         inside = trace.set_span_in_context(root, Context())
-        if exchange.queued_s > 0:
-            decided_s = exchange.legs[0].started_s if exchange.legs else end_s
-            span = self._tracer.start_span("queue", inside, start_time=at(decided_s - exchange.queued_s))
-            span.end(at(decided_s))
+        decided_s = exchange.legs[0].started_s if exchange.legs else end_s
+        queues = [(decided_s - exchange.held_s, exchange.held_s)]
+        queues += [(leg.ended_s or end_s, leg.held_s) for leg in exchange.legs]
+        for start_s, seconds in queues:
+            if seconds > 0:
+                self._tracer.start_span("queue", inside, start_time=at(start_s)).end(at(start_s + seconds))
         for leg in exchange.legs:
             span = self._tracer.start_span(
                 f"{leg.part} {leg.place}",
