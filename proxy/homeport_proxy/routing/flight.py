@@ -21,10 +21,14 @@ class Flight:
         "context",
         "decoding",
         "expected_raw",
+        "found",
+        "found_raw",
         "handed_over_s",
         "held",
         "host",
         "key",
+        "part",
+        "parts",
         "prefiller",
         "prefilling",
         "previous_use_s",
@@ -33,6 +37,7 @@ class Flight:
         "sight",
         "trace",
         "uncached",
+        "whole",
     )
 
     def __init__(self, key: int, request: RequestView, session: Session, previous_use_s: float) -> None:
@@ -48,11 +53,25 @@ class Flight:
         self.uncached = 0
         self.cached = 0
         self.expected_raw = 0
+        self.found = self.found_raw = 0
+        """What it was expected to find before any part of it was computed: by confidence, and by the index alone."""
+        self.part: Flight | None = None
+        """The part of its prompt that is being prefilled by itself."""
+        self.parts = 0
+        """How many were."""
+        self.whole = False
+        """A part of it could not be prefilled: it goes as it is."""
         self.context = 0
         self.burst: Burst | None = None
         self.handed_over_s: float | None = None
         self.sight: Sight | None = None
         self.trace: PromptTrace | None = None
+
+    def foresee(self, worker: Place, index: Index) -> None:
+        """What it will find at ``worker``, before any part of it is computed there."""
+        self.prefiller = worker
+        self.found_raw = index.cached_tokens(worker.spec.name, self.request)
+        self.found = int(self.found_raw * worker.confidence.of(self.request.api))
 
     def begin_prefill(self, worker: Place, index: Index, now_s: float) -> int:
         """Prefill load at ``worker``; returns the cached tokens expected there (discounted by confidence)."""
@@ -60,6 +79,8 @@ class Flight:
         self.prefiller = worker
         self.expected_raw = index.cached_tokens(name, request)
         self.cached = int(self.expected_raw * worker.confidence.of(request.api))
+        if not self.parts:
+            self.found, self.found_raw = self.cached, self.expected_raw
         self.uncached = request.prompt_tokens - self.cached
         work_s = tiered_prefill_s(worker.rates, request.prompt_tokens, self.cached, index.host_tokens(name, request))
         worker.load.begin_prefill(self.key, work_s, self.uncached, now_s)
@@ -85,6 +106,9 @@ class Flight:
 
     def release(self, index: Index, now_s: float) -> None:
         """Let go of all engine load still held."""
+        if self.part is not None:
+            self.part.end_prefill(index, now_s, ran=False)
+            self.part = None
         self.end_prefill(index, now_s, ran=False)
         if self.decoding and self.host is not None:
             self.decoding = False

@@ -29,7 +29,8 @@ def learn_speeds(
     host, prefiller, request = flight.host, flight.prefiller, flight.request
     if host is None or prefiller is None or ticket.first_token_s is None:
         return
-    cached = flight.cached if cached_tokens is None else min(cached_tokens, request.prompt_tokens)
+    known = cached_tokens is not None and not flight.parts  # what came before its last part is no speed of that
+    cached = min(cached_tokens or 0, request.prompt_tokens) if known else flight.cached
     if flight.burst is not None:
         flight.burst.parts[flight.key] = (request.prompt_tokens - cached, cached)
         prefiller.learn_prefill(flight.burst, now_s)
@@ -51,7 +52,7 @@ def learn_index(flight: Flight, index: Index, prompt_tokens: int, cached_tokens:
         return
     place.prompt_tokens += prompt_tokens
     place.cached_tokens += min(cached_tokens, prompt_tokens)
-    if place.believe(flight.request.api, flight.expected_raw, cached_tokens):
+    if place.believe(flight.request.api, flight.found_raw, cached_tokens):
         index.forget(place.spec.name)
         place.confidence.trust_again()
 
@@ -67,7 +68,7 @@ def sight(flight: Flight, index: Index, places: Mapping[str, Place], now_s: floa
     return Sight(
         previous=trace.tokens if trace is not None else 0,
         shared=trace.shared_tokens(request.prefix.text_blocks, request.prompt_tokens) if trace is not None else 0,
-        expected=flight.expected_raw,
+        expected=flight.found_raw,
         elsewhere=elsewhere,
         same_place=session.last_place == worker.spec.name,
         cold=worker.cold_since_s >= flight.previous_use_s and session.requests > 1,

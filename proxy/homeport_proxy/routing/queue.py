@@ -20,13 +20,32 @@ _MAX_USERS = 10_000
 
 
 class Held:
-    """A request in a queue: the decision it waits for, predicted prefill there (s, uncached tokens), since when, and
-    its sort key."""
+    """A request in a queue: the decision it waits for, predicted prefill there (s, uncached tokens), since when, its
+    sort key, and whether it stays at this place (a part of it was prefilled there) or is no more than the rest of one
+    that is being prefilled there in part (``parked``)."""
 
-    __slots__ = ("decision", "out", "place", "rank", "since_s", "ticket", "uncached_tokens", "work_s")
+    __slots__ = (
+        "begun",
+        "decision",
+        "out",
+        "parked",
+        "place",
+        "rank",
+        "since_s",
+        "ticket",
+        "uncached_tokens",
+        "work_s",
+    )
 
     def __init__(
-        self, ticket: Ticket, decision: Decision, place: str, work_s: float, uncached_tokens: int, since_s: float
+        self,
+        ticket: Ticket,
+        decision: Decision,
+        place: str,
+        work_s: float,
+        uncached_tokens: int,
+        since_s: float,
+        begun: bool = False,
     ) -> None:
         self.ticket = ticket
         self.decision = decision
@@ -34,6 +53,8 @@ class Held:
         self.work_s = work_s
         self.uncached_tokens = uncached_tokens
         self.since_s = since_s
+        self.begun = begun
+        self.parked = False
         self.rank = 0.0
         self.out = False
 
@@ -60,17 +81,17 @@ class Shares:
         own = max(self._users.get((tenant, user), 0.0), self._user_floor.get(tenant, 0.0))
         return int(received / _QUANTUM_S), int(own / _QUANTUM_S)
 
-    def charge(self, held: Held) -> None:
-        """``held`` goes to its engine: its tenant and user have received its prefill seconds."""
+    def charge(self, held: Held, work_s: float) -> None:
+        """``held`` or a part of it goes to its engine: its tenant and user have received so much prefill."""
         request = held.ticket.request
         received = max(self._tenants.get(request.tenant, 0.0), self._floor)
         self._floor = received
-        self._tenants[request.tenant] = received + held.work_s / max(request.tenant_weight, 1e-6)
+        self._tenants[request.tenant] = received + work_s / max(request.tenant_weight, 1e-6)
         key = (request.tenant, request.user)
         own = max(self._users.get(key, 0.0), self._user_floor.get(request.tenant, 0.0))
         self._user_floor[request.tenant] = own
         if len(self._users) < _MAX_USERS or key in self._users:
-            self._users[key] = own + held.work_s
+            self._users[key] = own + work_s
 
     def settle(self) -> None:
         """Nobody waits: forget the past."""
@@ -81,7 +102,8 @@ class Shares:
 
 
 class _Queue:
-    """The requests held for one place: by share, and all together in the order of their ranks."""
+    """The requests held for one place: by share, and all together (with the rests of those that are being prefilled in
+    part) in the order of their ranks."""
 
     __slots__ = ("by_share", "oldest", "ranks", "works")
 
@@ -94,20 +116,24 @@ class _Queue:
     def add(self, held: Held) -> None:
         request = held.ticket.request
         insort(self.by_share.setdefault((request.tenant, request.user), []), held, key=_rank)
+        heappush(self.oldest, (held.since_s, id(held), held))
+        self.weigh(held)
+
+    def weigh(self, held: Held) -> None:
         position = bisect_right(self.ranks, held.rank)
         self.ranks.insert(position, held.rank)
         self.works.insert(position, held.work_s)
-        heappush(self.oldest, (held.since_s, id(held), held))
 
     def remove(self, held: Held) -> None:
-        request = held.ticket.request
-        share = self.by_share[(request.tenant, request.user)]
-        position = bisect_left(share, held.rank, key=_rank)
-        while share[position] is not held:
-            position += 1
-        del share[position]
-        if not share:
-            del self.by_share[(request.tenant, request.user)]
+        if not held.parked:
+            request = held.ticket.request
+            share = self.by_share[(request.tenant, request.user)]
+            position = bisect_left(share, held.rank, key=_rank)
+            while share[position] is not held:
+                position += 1
+            del share[position]
+            if not share:
+                del self.by_share[(request.tenant, request.user)]
         position = bisect_left(self.ranks, held.rank)
         while self.works[position] != held.work_s:
             position += 1
@@ -134,12 +160,12 @@ class VirtualQueues:
 
     def waiting(self) -> Iterable[str]:
         """Places that something waits for."""
-        return self._queues.keys()
+        return [name for name, queue in self._queues.items() if queue.by_share]
 
     def count(self, place: str) -> int:
         """How many requests are held for ``place``."""
         queue = self._queues.get(place)
-        return len(queue.ranks) if queue is not None else 0
+        return sum(map(len, queue.by_share.values())) if queue is not None else 0
 
     def at(self, place: str) -> list[Held]:
         """The requests held for ``place``."""
@@ -153,13 +179,22 @@ class VirtualQueues:
 
     def push(self, held: Held) -> None:
         """Hold a request."""
-        held.out = False
         held.rank = held.work_s + self.settings.age_weight * held.since_s
-        queue = self._queues.get(held.place)
-        if queue is None:
-            queue = self._queues[held.place] = _Queue()
-        queue.add(held)
+        held.out = held.parked = False
+        self._of(held.place).add(held)
         self._count += 1
+
+    def park(self, rest: Held) -> None:
+        """What is left of a request while a part of it is prefilled: others that come after it wait for it as well."""
+        rest.rank = rest.work_s + self.settings.age_weight * rest.since_s
+        rest.out, rest.parked = False, True
+        self._of(rest.place).weigh(rest)
+
+    def _of(self, place: str) -> _Queue:
+        queue = self._queues.get(place)
+        if queue is None:
+            queue = self._queues[place] = _Queue()
+        return queue
 
     def remove(self, held: Held) -> None:
         """Take a request out without serving it."""
@@ -167,22 +202,22 @@ class VirtualQueues:
         if queue is None or held.out:
             return
         queue.remove(held)
-        self._count -= 1
+        self._count -= not held.parked
         if not queue.ranks:
             del self._queues[held.place]
         if not self._count:
             self._shares.settle()
 
-    def take(self, held: Held) -> None:
-        """Serve a request: its tenant is charged."""
+    def take(self, held: Held, work_s: float) -> None:
+        """Serve a request, or a part of ``work_s`` of it: its tenant is charged."""
         if self._count > 1:  # shares are forgotten when nobody waits
-            self._shares.charge(held)
+            self._shares.charge(held, work_s)
         self.remove(held)
 
     def first(self, place: str, now_s: float) -> Held | None:
         """Who goes next at ``place``: the starved, else the fair share's turn, inside it the shortest prefill."""
         queue = self._queues.get(place)
-        if queue is None:
+        if queue is None or not queue.by_share:
             return None
         oldest = queue.longest_waiting()
         if now_s - oldest.since_s > self.settings.starve_after_s:

@@ -11,7 +11,7 @@ from zlib import crc32
 from homeport_engines.base import EngineStats
 from homeport_engines.vllm.kv import KvBatch
 from homeport_proxy.routing.causes import PromptTrace, book
-from homeport_proxy.routing.cost import cluster_rho, shadow_factor, tiered_prefill_s
+from homeport_proxy.routing.cost import cluster_rho, prefill_s, shadow_factor, tiered_prefill_s
 from homeport_proxy.routing.decide import dearer_by_s, decide
 from homeport_proxy.routing.decisions import Shadows, recorded
 from homeport_proxy.routing.flight import Flight
@@ -23,6 +23,7 @@ from homeport_proxy.routing.policies import Policy
 from homeport_proxy.routing.queue import Held, VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
 from homeport_proxy.routing.shortlist import Shortlist
+from homeport_proxy.routing.slices import begun, part_tokens
 from homeport_proxy.routing.status import router_status, session_view
 from homeport_proxy.routing.views import (
     Decision,
@@ -215,7 +216,7 @@ class Router:
         flight = self._flights.get(ticket)
         if flight is None:
             return None
-        flight.release(self._index, now_s)
+        self._let_go(flight, now_s)
         try:
             decision = self._decide(ticket.request, flight.session, now_s, exclude)
         except NoPlaceError:
@@ -253,6 +254,24 @@ class Router:
         if flight is not None:
             flight.end_prefill(self._index, now_s, ran=True)
             flight.handed_over_s = now_s
+
+    def sliced(self, ticket: Ticket, now_s: float, *, cached_tokens: int | None, ok: bool) -> None:
+        """The part of the prompt that ``part_tokens`` named was prefilled (of it ``cached_tokens`` were found, where
+        the engine said so), or could not be: then the request is sliced no more. It is held until ``due`` returns it.
+        """
+        flight = self._flights.get(ticket)
+        if flight is None or (part := flight.part) is None or (rest := flight.held) is None or part.prefiller is None:
+            return
+        flight.part, ticket.part_tokens = None, None
+        self._queues.remove(rest)
+        part.end_prefill(self._index, now_s, ran=ok)
+        if ok and part.burst is not None:
+            if cached_tokens is not None:
+                part.burst.parts[part.key] = (max(part.request.prompt_tokens - cached_tokens, 0), cached_tokens)
+            part.prefiller.learn_prefill(part.burst, now_s)
+        flight.whole |= not ok
+        rest.work_s, rest.uncached_tokens = self._work(part.prefiller, ticket.request)
+        self._queues.push(rest)
 
     def first_token(self, ticket: Ticket, now_s: float) -> None:
         """The first token came: the prefill is over."""
@@ -293,7 +312,7 @@ class Router:
                 self._sessions.grew(flight.session, tokens, tokens + (output_tokens or 0))
         self._close(ticket, flight, now_s)
         causes = book(prompt_tokens, cached_tokens, flight.sight)
-        return Outcome(prompt_tokens, cached_tokens, causes, flight.cached if flight.sight else None)
+        return Outcome(prompt_tokens, cached_tokens, causes, flight.found if flight.sight else None)
 
     def cancel(self, ticket: Ticket, now_s: float) -> None:
         """The client left or the request failed: release everything, once."""
@@ -462,12 +481,40 @@ class Router:
         while (held := self._queues.first(name, now_s)) is not None:
             if not load.takes(held.uncached_tokens, settings.hold_below_s, settings.step_tokens, now_s):
                 break
-            self._queues.take(held)
             flight = self._flights[held.ticket]
             flight.held = None
-            self._bind(held.ticket, flight, held.decision, now_s)
+            if (tokens := self._part_tokens(held, flight)) is not None:
+                self._begin_part(held, flight, tokens, now_s)
+            else:
+                self._queues.take(held, held.work_s)
+                self._bind(held.ticket, flight, held.decision, now_s)
             decided.append(held.ticket)
         return decided
+
+    def _part_tokens(self, held: Held, flight: Flight) -> int | None:
+        """How much of a held prompt is prefilled first, by itself; None: all of it goes."""
+        request = held.ticket.request
+        if flight.whole or not request.sliceable or held.decision.prefill_place is not None:
+            return None
+        cached_tokens = self._index.cached_tokens(held.place, request)
+        return part_tokens(self._places[held.place].rates, self.settings, request.prompt_tokens, cached_tokens)
+
+    def _begin_part(self, held: Held, flight: Flight, tokens: int, now_s: float) -> None:
+        """Take the load of a part; the session's home and the rest of the load wait for the request itself."""
+        ticket, worker = held.ticket, self._places[held.place]
+        if not flight.parts:
+            flight.foresee(worker, self._index)
+            flight.sight = sight(flight, self._index, self._places, now_s, self._sessions.ttl_s(flight.session))
+        part = flight.part = Flight(next(self._keys), begun(ticket.request, tokens), flight.session, now_s)
+        part.begin_prefill(worker, self._index, now_s)
+        flight.parts += 1
+        part_s = prefill_s(worker.rates, part.uncached, part.cached)
+        self._queues.take(held, part_s)
+        rest_s = max(held.work_s - part_s, 0.0)
+        flight.held = Held(ticket, held.decision, held.place, rest_s, held.uncached_tokens, held.since_s, begun=True)
+        self._queues.park(flight.held)
+        ticket.decision = replace(held.decision, expected_cached_tokens=flight.found)
+        ticket.part_tokens, ticket.decided_s = tokens, now_s
 
     def _rebalance(self, now_s: float) -> list[Ticket]:
         """An idle place takes a held request when its own prefill, waste priced, beats the wait at the other place."""
@@ -486,7 +533,7 @@ class Router:
         for held in list(self._queues.movable()):
             costs = held.decision.costs
             own = costs.get(held.decision.place)
-            if own is None or held.place != held.decision.place:
+            if own is None or held.begun or held.place != held.decision.place:
                 continue
             wait_s = self._places[held.place].load.prefill_left_s(now_s) + self._queues.ahead_s(held)
             for name in idle:
@@ -521,12 +568,14 @@ class Router:
         prefiller = self._places[decision.prefill_place] if decision.prefill_place else host
         flight.begin_decode(host, index)
         cached = flight.begin_prefill(prefiller, index, now_s)
+        if flight.parts:
+            cached = flight.found
         if flight.sight is None:
             flight.sight = sight(flight, index, self._places, now_s, self._sessions.ttl_s(session))
         prefill_cached = cached if decision.prefill_place else None
         if cached != decision.expected_cached_tokens or prefill_cached != decision.prefill_cached_tokens:
             decision = replace(decision, expected_cached_tokens=cached, prefill_cached_tokens=prefill_cached)
-        ticket.decision = decision
+        ticket.decision, ticket.part_tokens = decision, None
         ticket.decided_s = now_s
         ticket.attempts = (*ticket.attempts, decision.place)
         if request.kind == "side":
@@ -552,13 +601,17 @@ class Router:
             dear = dearer_by_s(decision.costs, session.home, decision.place) > self.settings.move_margin_s
             session.dearer_times = session.dearer_times + 1 if dear else 0
 
-    def _close(self, ticket: Ticket, flight: Flight, now_s: float) -> None:
+    def _let_go(self, flight: Flight, now_s: float) -> None:
+        """Its place in a queue and all load that is still held for it."""
         if flight.held is not None:
             self._queues.remove(flight.held)
             flight.held = None
+        flight.release(self._index, now_s)
+
+    def _close(self, ticket: Ticket, flight: Flight, now_s: float) -> None:
+        self._let_go(flight, now_s)
         if ticket in self._guarded:
             self._guarded.remove(ticket)
-        flight.release(self._index, now_s)
         self._sessions.release(flight.session, now_s, renew=ticket.request.kind != "side")
         if ticket.request.final:
             self._sessions.finish(flight.session.name)

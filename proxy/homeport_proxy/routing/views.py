@@ -85,6 +85,8 @@ class RequestView:
     """``prompt_tokens`` was guessed from the size of the body; what the session's last answer reported is better."""
     split_refused: str | None = None
     """Why prefill and decode must stay on one engine (from the capability table); None when they may part."""
+    sliceable: bool = False
+    """Whether the caller can have the first so many tokens of the prompt prefilled by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,8 @@ class RoutingSettings:
     worth. ``hold_below_s``: late binding sends the next request to a place once it has at most this much prefill left.
     ``step_tokens``: uncached tokens that an engine computes in one step; so many may be outstanding at a place whatever
     they are predicted to take. ``age_weight``: seconds of predicted prefill that one second of waiting buys.
-    ``starve_after_s``: a request held longer goes next, whatever its length.
+    ``starve_after_s``: a request held longer goes next, whatever its length. ``slice_s``: a prefill that takes more
+    than half as long again is sent in parts of about so long (see ``slices``); 0: never.
     """
 
     policy: PolicyName = "cost"
@@ -165,6 +168,7 @@ class RoutingSettings:
     step_tokens: int = 2048
     age_weight: float = 0.3
     starve_after_s: float = 120.0
+    slice_s: float = 1.0
     min_uncached_tokens: int = 256
     queue_scale_per_s: float = 4.0
     home_margin_s: float = 0.3
@@ -263,12 +267,15 @@ class Ticket:
     """One request in the router's hands, from ``arrive`` to ``finished`` or ``cancel``.
 
     ``decision`` is None while the request is held; ``refused`` says why no place could be found after holding.
+    ``part_tokens``: only so many tokens from the start of its prompt are to be prefilled now, at ``decision.place``,
+    and told by ``sliced``; then it is held again.
     """
 
     request: RequestView
     arrived_s: float
     decision: Decision | None = None
     refused: str | None = None
+    part_tokens: int | None = None
     decided_s: float | None = None
     first_token_s: float | None = None
     attempts: tuple[str, ...] = ()

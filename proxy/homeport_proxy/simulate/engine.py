@@ -30,6 +30,10 @@ class Job:
     computed_tokens: int = 0
     """Of the prompt, cached ones included (engines that compute in steps)."""
     decoding: bool = False
+    part_of: Job | None = None
+    """The request whose prompt begins with this one."""
+    found_tokens: int | None = None
+    """Cached tokens that its first part found."""
 
 
 @dataclass(slots=True, eq=False)

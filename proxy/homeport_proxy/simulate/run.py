@@ -196,6 +196,7 @@ class Simulation:
             session=run.lane.name if self.cluster.session_ids else f"r{self._requests}",
             prompt_tokens=call.prompt_tokens,
             prefix=self._prefix(call),
+            sliceable=True,
             rtt_s=self._distances(run.region),
             parent=run.parent,
             kind="subagent" if run.parent else "main",
@@ -235,8 +236,14 @@ class Simulation:
         job.host = self.engines[decision.place]
         job.rtt_s = job.ticket.request.rtt_s.get(decision.place, 0.0)
         engine = self.engines[decision.prefill_place or decision.place]
-        engine.waiting.append(job)
+        engine.waiting.append(job if job.ticket.part_tokens is None else self._part(job, job.ticket.part_tokens))
         self._keep_busy(engine)
+
+    def _part(self, job: Job, tokens: int) -> Job:
+        """The first ``tokens`` of a request's prompt as a request of their own."""
+        call = job.call
+        part = Call(tokens, 1, call.keys[: tokens // self.cluster.block_tokens], call.wait_s)
+        return Job(job.ticket, part, job.lane, job.arrived_s, host=job.host, attempt=job.attempt, part_of=job)
 
     def _keep_busy(self, engine: SimEngine) -> None:
         end_s = engine.begin(self.now_s)
@@ -258,6 +265,9 @@ class Simulation:
         host, attempt = job.host, job.attempt
         if host is None:
             raise RuntimeError("a prefill without a host")
+        if job.part_of is not None:
+            self._sliced(job, job.part_of)
+            return
         if host is engine:
             self._first_token(job, host)
             return
@@ -265,6 +275,14 @@ class Simulation:
         held = min(host.cache.match(job.call.keys) * host.block_tokens, job.call.prompt_tokens)
         transfer_s = (job.call.prompt_tokens - held) / host.rates.transfer_tokens_per_s
         self.at(self.now_s + transfer_s, lambda: self._first_token(job, host) if job.attempt == attempt else None)
+
+    def _sliced(self, part: Job, job: Job) -> None:
+        if part.attempt != job.attempt:
+            return  # the engine died meanwhile
+        job.host = None
+        if job.found_tokens is None:
+            job.found_tokens = part.cached_tokens
+        self.router.sliced(job.ticket, self.now_s, cached_tokens=part.cached_tokens, ok=True)
 
     def _first_token(self, job: Job, host: SimEngine) -> None:
         attempt = job.attempt
@@ -283,6 +301,8 @@ class Simulation:
             return  # the engine died meanwhile
         host.end_decode(job)
         call = job.call
+        if job.found_tokens is not None:
+            job.cached_tokens = job.found_tokens
         self.router.finished(
             job.ticket,
             self.now_s,
@@ -371,7 +391,7 @@ def _engines(cluster: Cluster, policy: str, seed: int) -> dict[str, SimEngine]:
         engines[name] = (SteppedEngine if cluster.steps else SimEngine)(
             name,
             rates,
-            shared or PrefixLru(blocks),
+            PrefixLru(blocks) if shared is None else shared,
             cluster.block_tokens,
             cluster.chunk_tokens,
             cluster.noise,

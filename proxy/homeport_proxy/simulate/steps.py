@@ -86,7 +86,7 @@ class SteppedEngine(SimEngine):
                 self.prefilling.remove(job)
                 self._use(job.call.keys)
                 prefilled.append(job)
-                if job.host is self:
+                if job.host is self and job.part_of is None:
                     self._join(job)
         finished = [job for job, left in self.left.items() if left <= 0]
         for job in finished:
