@@ -408,13 +408,13 @@ class Router:
         views = []
         tokenised = bool(request.prefix.token_blocks)
         indexed = tokenised or bool(request.prefix.text_blocks)
-        more, everywhere, far = cached.more, cached.everywhere, request.rtt_s
+        other, mostly, far = cached.other, cached.mostly, request.rtt_s
         own = self._places.get(home or parent_home or "")
         for place in self._shortlist.pick(eligible, request, own, cached, now_s):
             name = place.spec.name
             view = place.refresh(now_s)
             view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name)
-            view.cached_tokens = more.get(name, everywhere) if indexed else None
+            view.cached_tokens = other.get(name, mostly) if indexed else None
             view.host_tokens = index.host_tokens(name, request) if tokenised else 0
             view.rtt_s = place.rates.rtt_s + far.get(place.spec.backend, 0.0) if far else place.rates.rtt_s
             view.confidence = place.confidence.of(request.api)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from operator import attrgetter
 
 import xxhash
@@ -73,12 +74,17 @@ class Shortlist:
         usable = [place for place in eligible if place.state in _USABLE and place.cool_until_s <= now_s]
         usable = usable[start:] + usable[:start]
         picked = {own.spec.name: own} if own is not None and own in eligible else {}
-        warm_tokens = cached.more  # what all places hold (the shared head) makes none of them warm
+        other, mostly = cached.other, cached.mostly
+        warm_tokens = {name: tokens for name, tokens in other.items() if tokens > mostly}
+        colder = len(warm_tokens) < len(other)
         for role in self._roles:
             members = [place for place in usable if place.spec.role == role] if len(self._roles) > 1 else usable
             warm = [place for place in members if place.spec.name in warm_tokens] if warm_tokens else []
             if len(warm) > _WARMEST:
                 warm.sort(key=lambda place: -warm_tokens[place.spec.name])
-            for place in (*warm[:_WARMEST], *sorted(members, key=_BURDEN)[:_LEAST_LOADED]):
+            free = sorted(members, key=_BURDEN)
+            # what most places hold (a shared head) makes none of them warm, but the others are colder
+            mild = (place for place in free if other.get(place.spec.name, mostly) >= mostly) if colder else ()
+            for place in (*warm[:_WARMEST], *islice(mild, _LEAST_LOADED), *free[:_LEAST_LOADED]):
                 picked[place.spec.name] = place
         return list(picked.values()) if any(place.spec.role != "prefill" for place in picked.values()) else eligible

@@ -59,22 +59,23 @@ class ApproximateIndex:
         keys = request.prefix.text_blocks
         if not keys:
             return NOWHERE
-        everywhere, depth = 0, 0
+        mostly, depth = 0, 0
         reach: dict[str, int] = {}
         for run, common in self._tree.path(keys):
-            holds = run.holds
-            if len(holds) == len(self._blocks):
-                least = min([hold.length for hold in holds.values()])
-                everywhere = depth + min(least, common)
-                if least >= common:
-                    depth += common
-                    continue  # nobody is ahead of the others yet
-            for place, hold in holds.items():
-                reach[place] = depth + (hold.length if hold.length < common else common)
-            depth += common
+            holds, end = run.holds, depth + common
+            if mostly == depth and 2 * len(holds) > len(self._blocks):
+                mostly = end  # who holds less is told apart, and who does not follow any further
+                for place in self._blocks.keys() - holds.keys() - reach.keys():
+                    reach[place] = depth
+                for place in [place for place, hold in holds.items() if hold.length < common]:
+                    reach[place] = depth + holds[place].length
+            else:
+                for place, hold in holds.items():
+                    reach[place] = end if hold.length >= common else depth + hold.length
+            depth = end
         per_block, most = tokens_per_text_block(request), max(0, request.prompt_tokens - 1)
-        more = {place: min(int(blocks * per_block), most) for place, blocks in reach.items() if blocks > everywhere}
-        return Residency(min(int(everywhere * per_block), most), more)
+        tokens = {blocks: min(int(blocks * per_block), most) for blocks in {mostly, *reach.values()}}
+        return Residency(tokens[mostly], {place: tokens[blocks] for place, blocks in reach.items()})
 
     def sent(self, place: str, request: RequestView) -> None:
         """The request's prompt goes to ``place`` and will lie there."""

@@ -80,7 +80,7 @@ class PrefixIndex:
             for place in self._exact.places
             if self._keys(place, request) is not None
         }
-        return Residency(found.everywhere, {**found.more, **exact})
+        return Residency(found.mostly, {**found.other, **exact})
 
     def lost(self, place: str, blocks: Mapping[int, int]) -> bool:
         """Whether a block, named by block size in tokens, is known to lie at ``place`` no more."""

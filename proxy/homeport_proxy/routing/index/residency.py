@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 
 class Residency(NamedTuple):
-    """Tokens of a prompt that should be cached, by place: ``everywhere`` at least (a head that all share), ``more`` at
-    the places named there, whose figure replaces the other."""
+    """Tokens of a prompt that should be cached: ``mostly`` at most places (a head that they share), another figure at
+    the places in ``other``."""
 
-    everywhere: int
-    more: Mapping[str, int]
+    mostly: int
+    other: Mapping[str, int]
 
     def at(self, place: str) -> int:
         """The figure of one place."""
-        return self.more.get(place, self.everywhere)
+        return self.other.get(place, self.mostly)
 
 
 NOWHERE = Residency(0, {})
