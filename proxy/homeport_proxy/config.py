@@ -345,8 +345,9 @@ class Routing(Section):
     """Which policy decides, which others only decide on paper, and how uneven in-flight tokens may get.
 
     ``late_binding``: hold a request until its engine is nearly free. ``hold_new_sessions_above``: while live context
-    exceeds this multiple of all KV capacity, new sessions wait (null: never). ``drain_idle_s``: a session leaves a
-    draining backend once idle this long. ``index_mb``: memory of the prefix index.
+    exceeds this multiple of all KV capacity, new sessions wait (null: never). ``slice_s``: a prefill predicted to take
+    more than half as long again is sent in parts of about this long, so that others come in between (0: never).
+    ``drain_idle_s``: a session leaves a draining backend once idle this long. ``index_mb``: memory of the prefix index.
     """
 
     policy: Policy = "cost"
@@ -354,6 +355,7 @@ class Routing(Section):
     shadow: list[Policy] = Field(default_factory=list)
     late_binding: bool = True
     hold_new_sessions_above: PositiveFloat | None = None
+    slice_s: Annotated[float, Field(ge=0)] = 0.0
     drain_idle_s: PositiveFloat = 60.0
     index_mb: PositiveInt = 256
 

@@ -446,6 +446,7 @@ def routing_settings(config: Config) -> RoutingSettings:
         load_bound=config.routing.load_bound,
         late_binding=config.routing.late_binding,
         overload_context=config.routing.hold_new_sessions_above,
+        slice_s=config.routing.slice_s,
         drain_idle_s=config.routing.drain_idle_s,
         index_bytes=config.routing.index_mb * 1024 * 1024,
         min_uncached_tokens=config.disaggregation.min_uncached_tokens,

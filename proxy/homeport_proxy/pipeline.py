@@ -17,7 +17,7 @@ from homeport.fingerprint import Api, JsonValue
 from homeport.volatile import Declared
 from homeport_engines import capabilities
 from homeport_engines.registry import transfer_of
-from homeport_proxy import handoff, paths, peering, stored
+from homeport_proxy import handoff, paths, peering, slices, stored
 from homeport_proxy.api import BY_PATH, of_path
 from homeport_proxy.api.base import ClientApi, is_internal
 from homeport_proxy.api.plain import OTHER
@@ -38,7 +38,7 @@ from homeport_proxy.job import Job
 from homeport_proxy.marks import Marks
 from homeport_proxy.prefix import Prefixes
 from homeport_proxy.profiles import calmed, rules_for
-from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, SessionView, Word
+from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, SessionView, Ticket, Word
 from homeport_proxy.splice import NotAnObjectError, edit
 from homeport_proxy.tokens import TokenBlocks
 
@@ -201,10 +201,16 @@ class Pipeline:
     async def _locate_and_answer(self, exchange: Exchange, job: Job, down: Downstream) -> None:
         if await self._answered_elsewhere(exchange, job, down):
             return
+        ids: Sequence[int] = ()
         if exchange.identity is not None and (sizes := self.token_blocks.followed(exchange, job)):
-            await self._count_tokens(exchange, job, sizes)
-        await self._place(exchange)
+            ids = await self._count_tokens(exchange, job, sizes)
+        if ids and not (self.control.config.routing.slice_s and slices.sliceable(exchange, job, self.control.fleet)):
+            ids = ()
+        await self._place(exchange, sliceable=bool(ids))
         try:
+            if exchange.ticket is not None and exchange.ticket.part_tokens is not None:
+                await self._prefill_parts(exchange, job, down, exchange.ticket, ids)
+            ids = ()  # not kept while the answer is relayed
             if (wanted := stored.named(exchange)) is not None:
                 await self._hold_to_stored_state(exchange, wanted)
             await handoff.answer(self.desk, exchange, job, down)
@@ -212,11 +218,14 @@ class Pipeline:
         finally:
             self._give_back(exchange)
 
-    async def _count_tokens(self, exchange: Exchange, job: Job, sizes: Mapping[str, int]) -> None:
+    async def _count_tokens(self, exchange: Exchange, job: Job, sizes: Mapping[str, int]) -> Sequence[int]:
         """The prompt in an engine's own tokens, where one can tell."""
-        if blocks := await self.token_blocks.of(exchange, job, sizes):
-            exchange.prefix = replace(exchange.prefix, token_blocks=blocks)
-            exchange.prompt_tokens_estimate = self._placeable(exchange, exchange.prompt_tokens_counted or 1)
+        tokens = await self.token_blocks.of(exchange, job, sizes)
+        if tokens is None or not tokens.blocks:
+            return ()
+        exchange.prefix = replace(exchange.prefix, token_blocks=tokens.blocks)
+        exchange.prompt_tokens_estimate = self._placeable(exchange, len(tokens.ids))
+        return tokens.ids
 
     async def _answered_elsewhere(self, exchange: Exchange, job: Job, down: Downstream) -> bool:
         """Find the region; True when another region's proxy has answered. A peer that takes nothing is left for the
@@ -238,12 +247,12 @@ class Pipeline:
                 return True
             failed.add(peer.name)
 
-    async def _place(self, exchange: Exchange) -> None:
+    async def _place(self, exchange: Exchange, *, sliceable: bool) -> None:
         loop = asyncio.get_running_loop()
         placer = self.control.placer
         started_s = loop.time()
         try:
-            ticket, before = await placer.place(exchange.region, self._view(exchange))
+            ticket, before = await placer.place(exchange.region, self._view(exchange, sliceable))
         except NoPlaceError as error:
             raise no_backend(f"{error}.") from None
         exchange.ticket = ticket
@@ -252,15 +261,39 @@ class Pipeline:
             ticket.decision = carried(self.control.fleet, ticket.decision, before, refuses)
         if exchange.identity is not None:
             exchange.cache = cache_word(before)
-        if exchange.home_region_down and ticket.decision is not None and ticket.decision.word is Word.PLACED:
-            ticket.decision = replace(ticket.decision, word=Word.FAILOVER)
-        exchange.decision = ticket.decision
+        _take_decision(exchange, ticket)
         waited_s = loop.time() - started_s
         held_s = (ticket.decided_s or ticket.arrived_s) - ticket.arrived_s
         exchange.queued_s = max(0.0, min(held_s, waited_s))
         exchange.decide_s = max(0.0, waited_s - exchange.queued_s)
 
-    def _view(self, exchange: Exchange) -> RequestView:
+    async def _prefill_parts(
+        self, exchange: Exchange, job: Job, down: Downstream, ticket: Ticket, ids: Sequence[int]
+    ) -> None:
+        """Have the prompt prefilled part by part, as the router asks; between them others are served."""
+        loop = asyncio.get_running_loop()
+        done: dict[str, int] = {}
+        while (tokens := ticket.part_tokens) is not None and ticket.decision is not None:
+            place, part = ticket.decision.place, slices.FAILED
+            if tokens > done.get(place, 0):  # what is asked for again was not kept: no part of it would be
+                done[place] = tokens
+                part = await slices.prefill(self.desk, exchange, job, down, ticket.decision, ids[:tokens])
+            since_s = loop.time()
+            try:
+                await self.control.placer.sliced(ticket, part.cached_tokens, ok=part.ok)
+            except NoPlaceError as error:
+                raise no_backend(f"{error}.") from None
+            finally:
+                held_s = loop.time() - since_s
+                exchange.queued_s += held_s
+                if exchange.legs:
+                    exchange.legs[-1].held_s += held_s
+            _take_decision(exchange, ticket)
+        if exchange.slices and exchange.decision is not None:
+            reason = f"{exchange.decision.reason}; prefilled in {exchange.slices + 1} parts"
+            ticket.decision = exchange.decision = replace(exchange.decision, reason=reason)
+
+    def _view(self, exchange: Exchange, sliceable: bool) -> RequestView:
         identity = exchange.identity or Identity(mint(128), "request", "side", final=True)
         document = exchange.document
         user = None if document is None else document.get("user")
@@ -280,6 +313,7 @@ class Pipeline:
             final=identity.final,
             expected_output_tokens=_expected_output(document) if exchange.identity and document is not None else 1,
             split_refused=self._split_refused(exchange),
+            sliceable=sliceable,
         )
 
     def _split_refused(self, exchange: Exchange) -> str | None:
@@ -384,6 +418,13 @@ def _keep_still(exchange: Exchange, job: Job, rules: Sequence[Declared]) -> None
     if changed:
         job.put.update(changed)
         exchange.document = Document({**job.raws, **changed})
+
+
+def _take_decision(exchange: Exchange, ticket: Ticket) -> None:
+    """The router's decision, in the words of a client whose home region is down."""
+    if exchange.home_region_down and ticket.decision is not None and ticket.decision.word is Word.PLACED:
+        ticket.decision = replace(ticket.decision, word=Word.FAILOVER)
+    exchange.decision = ticket.decision
 
 
 def _plan_edits(exchange: Exchange, job: Job) -> None:

@@ -48,6 +48,10 @@ class Placer(Protocol):
 
     def prefill_done(self, ticket: Ticket, cached_tokens: int | None) -> None: ...
 
+    async def sliced(self, ticket: Ticket, cached_tokens: int | None, *, ok: bool) -> None:
+        """The part that ``ticket.part_tokens`` named was prefilled, or could not be; returns when the ticket is due
+        again. Raises NoPlaceError."""
+
     def first_token(self, ticket: Ticket) -> None: ...
 
     def finished(
@@ -110,18 +114,9 @@ class LocalPlacer:
         ticket = router.arrive(request, self._clock())
         self._home[ticket] = router
         self._pump(router)
-        try:
-            if ticket.decision is None and ticket.refused is None:
-                self._waiting[ticket] = asyncio.get_running_loop().create_future()
-                try:
-                    await self._waiting[ticket]
-                finally:
-                    del self._waiting[ticket]
-            if ticket.refused is not None:
-                raise NoPlaceError(ticket.refused)
-        except BaseException:
-            self.cancel(ticket)
-            raise
+        if ticket.decision is None and ticket.refused is None:
+            self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        await self._due(ticket)
         home = ticket.decision.home if ticket.decision else None
         if shared and home is not None:
             await self._state.settled(request.session, home, known, router.settings.idle_ttl_s)
@@ -145,6 +140,19 @@ class LocalPlacer:
         if (router := self._home.get(ticket)) is not None:
             router.prefill_done(ticket, self._clock(), cached_tokens)
             self._pump_soon(router)
+
+    async def sliced(self, ticket: Ticket, cached_tokens: int | None, *, ok: bool) -> None:
+        router = self._home.get(ticket)
+        if router is None or ticket.closed:
+            return
+        before = ticket.decision.home if ticket.decision else None
+        self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        router.sliced(ticket, self._clock(), cached_tokens=cached_tokens, ok=ok)
+        self._pump(router)
+        await self._due(ticket)
+        home = ticket.decision.home if ticket.decision else None
+        if self._state.shared and home is not None and home != before:
+            await self._state.settled(ticket.request.session, home, before, router.settings.idle_ttl_s)
 
     def first_token(self, ticket: Ticket) -> None:
         if (router := self._home.get(ticket)) is not None:
@@ -217,6 +225,20 @@ class LocalPlacer:
         if home is not None:
             router.adopt(request.session, home, self._clock())
         return known
+
+    async def _due(self, ticket: Ticket) -> None:
+        """Wait while the ticket is held; it is cancelled when it was refused, or who waits for it."""
+        try:
+            if (due := self._waiting.get(ticket)) is not None:
+                try:
+                    await due
+                finally:
+                    del self._waiting[ticket]
+            if ticket.refused is not None:
+                raise NoPlaceError(ticket.refused)
+        except BaseException:
+            self.cancel(ticket)
+            raise
 
     def _pump_soon(self, router: Router) -> None:
         if router.holding and router not in self._pumping:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -55,6 +56,13 @@ class _Answer(msgspec.Struct):
     token_ids: list[int] = []
 
 
+class Tokens(NamedTuple):
+    """A prompt in an engine's tokens, and the names of its KV blocks by block size in tokens."""
+
+    ids: Sequence[int]
+    blocks: Mapping[int, Sequence[int]]
+
+
 class TokenBlocks:
     """Asks engines for tokens. ``resting`` holds the (backend, API) pairs that are not asked, until when."""
 
@@ -65,18 +73,19 @@ class TokenBlocks:
         self._able_of = -1
         self._able_by: dict[tuple[str, str, str], list[tuple[Member, str]]] = {}
 
-    async def of(self, exchange: Exchange, job: Job, sizes: Mapping[str, int]) -> dict[int, Sequence[int]]:
-        """Block names by block size in tokens; empty when none of the places could say. ``sizes``: :meth:`followed`."""
-        tokens = await self._tokens(next(iter(sizes)), job)
-        if not tokens:
-            return {}
-        exchange.prompt_tokens_counted = len(tokens)
+    async def of(self, exchange: Exchange, job: Job, sizes: Mapping[str, int]) -> Tokens | None:
+        """The prompt; None when none of the places could say. ``sizes``: :meth:`followed`."""
+        ids = await self._tokens(next(iter(sizes)), job)
+        if not ids:
+            return None
+        exchange.prompt_tokens_counted = len(ids)
         salt = exchange.caller.cache_salt if exchange.tenant else exchange.members.get("cache_salt")
-        return {
-            size: block_hashes(tokens, size, cache_salt=salt if isinstance(salt, str) else None)
+        blocks = {
+            size: block_hashes(ids, size, cache_salt=salt if isinstance(salt, str) else None)
             for size in set(sizes.values())
-            if len(tokens) <= size * MOST_BLOCKS
+            if len(ids) <= size * MOST_BLOCKS
         }
+        return Tokens(ids, blocks)
 
     def followed(self, exchange: Exchange, job: Job) -> dict[str, int]:
         """Places that can tell this prompt's tokens and whose events are followed, with their block size in tokens."""

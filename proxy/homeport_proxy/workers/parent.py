@@ -85,6 +85,11 @@ class Desk:
         if (ticket := self._tickets.get(number)) is not None:
             self._control.placer.prefill_done(ticket, cached_tokens)
 
+    async def on_sliced(self, number: int, cached_tokens: int | None, ok: bool) -> tuple[Decision | None, int | None]:
+        ticket = self._tickets[number]
+        await self._control.placer.sliced(ticket, cached_tokens, ok=ok)
+        return ticket.decision, ticket.part_tokens
+
     def on_first_token(self, number: int) -> None:
         if (ticket := self._tickets.get(number)) is not None:
             self._control.placer.first_token(ticket)

@@ -72,6 +72,11 @@ class RemotePlacer:
         if (number := self._numbers.get(ticket)) is not None:
             self._link.tell("prefill_done", number, cached_tokens)
 
+    async def sliced(self, ticket: Ticket, cached_tokens: int | None, *, ok: bool) -> None:
+        if (number := self._numbers.get(ticket)) is not None:
+            answer = await self._link.ask("sliced", number, cached_tokens, ok)
+            ticket.decision, ticket.part_tokens = answer
+
     def first_token(self, ticket: Ticket) -> None:
         if (number := self._numbers.get(ticket)) is not None:
             self._link.tell("first_token", number)
