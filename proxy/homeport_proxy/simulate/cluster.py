@@ -68,6 +68,8 @@ class Cluster(_Section):
     chunk_tokens: int = Field(default=2048, gt=0)
     steps: bool = False
     """Prefill in chunks beside the decode batch, step by step, as vLLM computes; else one prompt after the other."""
+    slices: bool = True
+    """Whether engines take prompts in tokens, so that long prefills can be sent in parts; peers' rules never do."""
     index: Literal["approximate", "exact"] = "approximate"
     session_ids: bool = True
     end_hints: bool = False

@@ -196,7 +196,7 @@ class Simulation:
             session=run.lane.name if self.cluster.session_ids else f"r{self._requests}",
             prompt_tokens=call.prompt_tokens,
             prefix=self._prefix(call),
-            sliceable=True,
+            sliceable=self.cluster.slices,
             rtt_s=self._distances(run.region),
             parent=run.parent,
             kind="subagent" if run.parent else "main",
