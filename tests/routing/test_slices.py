@@ -4,13 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from homeport_engines.vllm.kv import BlockStored, KvBatch
 from homeport_proxy.routing.cost import prefill_s
 from homeport_proxy.routing.slices import part_tokens, tokens_in
-from homeport_proxy.routing.views import Rates, RoutingSettings, Ticket
+from homeport_proxy.routing.views import PrefixKeys, Rates, RoutingSettings, Ticket
 from homeport_proxy.simulate.cluster import Cluster
 from homeport_proxy.simulate.run import ONE_CACHE, Failure, Simulation
 from homeport_proxy.simulate.workload import Call, Conversation, Lane, Workload
-from routing.routing_kit import Fleet, request, spec
+from routing.routing_kit import Fleet, chain, request, spec
 
 SLICED = RoutingSettings(slice_s=1.0)
 LONG = 800  # blocks: 102,400 tokens, 12.6 s of prefill at the default speeds
@@ -108,6 +109,41 @@ def test_parts_grow_until_the_rest_goes_whole_and_only_what_was_found_counts_as_
     again = fleet.ask(request("s", LONG + 2, sliceable=True))
     assert again.decision is not None
     assert (again.decision.expected_cached_tokens or 0) > 0.98 * LONG * 128
+    assert fleet.empty()
+
+
+def test_parts_go_on_before_the_engines_events_tell_of_them() -> None:
+    fleet = Fleet(spec("d0"), settings=SLICED)
+    keys = chain("s", LONG)
+    fleet.router.kv_follow("d0")
+    fleet.router.kv_events("d0", KvBatch(0, 0.0, (BlockStored((1,), None, 128),)))
+    ticket = fleet.router.arrive(request("s", LONG, prefix=PrefixKeys(keys, 128, {128: keys}), sliceable=True), 0.0)
+    parts = []
+    for second in range(40):
+        assert fleet.router.due(second) == [ticket]
+        if ticket.part_tokens is None:
+            break
+        parts.append(ticket.part_tokens)
+        fleet.router.sliced(ticket, second + 1.0, cached_tokens=None, ok=True)
+    assert parts == sorted(set(parts))
+    assert len(parts) >= 8
+    fleet.router.cancel(ticket, 50.0)
+    after = fleet.start(request("s", LONG, prefix=ticket.request.prefix, sliceable=True))
+    assert after.decision is not None
+    assert after.decision.expected_cached_tokens == 0, "what was claimed for it alone is claimed no more"
+
+
+def test_the_place_goes_while_a_part_is_computed() -> None:
+    fleet = Fleet(spec("d0"), spec("d1"), settings=SLICED)
+    ticket = fleet.start(request("s", LONG, sliceable=True))
+    assert ticket.decision is not None
+    gone = ticket.decision.place
+    left = "d1" if gone == "d0" else "d0"
+    fleet.router.set_places([spec(left)])
+    fleet.router.sliced(ticket, 1.0, cached_tokens=0, ok=True)
+    assert fleet.router.due(1.0) == [ticket]
+    assert ticket.decision.place == left
+    fleet.router.cancel(ticket, 2.0)
     assert fleet.empty()
 
 

@@ -26,6 +26,7 @@ class Flight:
         "handed_over_s",
         "held",
         "host",
+        "kept",
         "key",
         "part",
         "parts",
@@ -57,6 +58,8 @@ class Flight:
         """What it was expected to find before any part of it was computed: by confidence, and by the index alone."""
         self.part: Flight | None = None
         """The part of its prompt that is being prefilled by itself."""
+        self.kept: Flight | None = None
+        """The last part that was, while what its engine's events say of it may still be on the way."""
         self.parts = 0
         """How many were."""
         self.whole = False
@@ -86,7 +89,20 @@ class Flight:
         worker.load.begin_prefill(self.key, work_s, self.uncached, now_s)
         self.prefilling = True
         index.sent(name, request, self.key)
+        self.let_go(index)
         return self.cached
+
+    def keep(self, part: Flight, worker: Place, index: Index) -> None:
+        """A part was prefilled at ``worker``: it lies there, until what follows is sent and says so itself."""
+        self.let_go(index)
+        self.kept = part
+        index.sent(worker.spec.name, part.request, part.key)
+
+    def let_go(self, index: Index) -> None:
+        """From here on the index says what became of its parts."""
+        if self.kept is not None and self.kept.prefiller is not None:
+            index.settled(self.kept.prefiller.spec.name, self.kept.key)
+        self.kept = None
 
     def end_prefill(self, index: Index, now_s: float, *, ran: bool) -> None:
         """The prefill answered (``ran``) or was called off."""
@@ -109,6 +125,7 @@ class Flight:
         if self.part is not None:
             self.part.end_prefill(index, now_s, ran=False)
             self.part = None
+        self.let_go(index)
         self.end_prefill(index, now_s, ran=False)
         if self.decoding and self.host is not None:
             self.decoding = False

@@ -270,7 +270,10 @@ class Router:
                 part.burst.parts[part.key] = (max(part.request.prompt_tokens - cached_tokens, 0), cached_tokens)
             part.prefiller.learn_prefill(part.burst, now_s)
         flight.whole |= not ok
-        rest.work_s, rest.uncached_tokens = self._work(part.prefiller, ticket.request)
+        if part.prefiller.spec.name in self._places:  # else it is decided anew
+            if ok:
+                flight.keep(part, part.prefiller, self._index)
+            rest.work_s, rest.uncached_tokens = self._work(part.prefiller, ticket.request)
         self._queues.push(rest)
 
     def first_token(self, ticket: Ticket, now_s: float) -> None:
@@ -507,6 +510,7 @@ class Router:
             flight.sight = sight(flight, self._index, self._places, now_s, self._sessions.ttl_s(flight.session))
         part = flight.part = Flight(next(self._keys), begun(ticket.request, tokens), flight.session, now_s)
         part.begin_prefill(worker, self._index, now_s)
+        flight.let_go(self._index)
         flight.parts += 1
         part_s = prefill_s(worker.rates, part.uncached, part.cached)
         self._queues.take(held, part_s)
