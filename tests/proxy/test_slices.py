@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import sys
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from homeport_engines.emulator import Emulator, EmulatorSettings
 from homeport_proxy import tokens
 from homeport_proxy.app import Proxy
 from homeport_proxy.commands.why import parts as parts_of
@@ -475,3 +479,92 @@ async def test_a_client_that_leaves_aborts_the_part() -> None:
         await eventually(lambda: engine.open == 0)
         assert engine.parts[0].aborted
         await eventually(lambda: idle(proxy))
+
+
+# emulated engines, whose own events tell what they hold
+
+SHORT = "How long does a ship stay in its home harbour before it leaves again? " * 4
+
+
+@asynccontextmanager
+async def emulated() -> AsyncIterator[Emulator]:
+    async with Emulator(EmulatorSettings(model="m", time_scale=20.0)) as engine:
+        yield engine
+
+
+def before(url: str) -> dict[str, Any]:
+    """A configuration of one backend, whose events are followed."""
+    return {
+        "listen": "127.0.0.1:0",
+        "regions": {"local": {"backends": [{"name": "b0", "url": url}]}},
+        "routing": {"slice_s": 0.001},
+    }
+
+
+APIS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "chat": (CHAT, body(max_tokens=8), lambda d: (d["choices"][0]["message"]["content"], _found(d["usage"]))),
+    "completions": (
+        "/v1/completions",
+        {"model": "m", "prompt": TEXT, "max_tokens": 8},
+        lambda d: (d["choices"][0]["text"], _found(d["usage"])),
+    ),
+}
+
+
+def _found(usage: dict[str, Any]) -> int:
+    found: int = usage["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+@pytest.mark.parametrize("api", list(APIS))
+async def test_an_engine_answers_as_if_nothing_had_been(api: str) -> None:
+    path, sent, read = APIS[api]
+    async with emulated() as engine, emulated() as alone, proxy_for(before(engine.url)) as (url, proxy):
+        assert (await ask(url, body(SHORT))).status == 200
+        await eventually(lambda: bool(proxy.control.routers["local"].block_tokens("b0")))
+        async with aiohttp.request("POST", alone.url + path, json=sent) as answer:
+            expected = read(await answer.json())
+        async with aiohttp.request("POST", url + path, json=sent) as answer:
+            assert answer.status == 200
+            reason = answer.headers["x-homeport-reason"]
+            assert read(await answer.json()) == expected
+            assert answer.headers["x-homeport-expected-cached-tokens"] == "0"
+        assert re.search(r"; prefilled in [3-9] parts$", reason)
+        async with aiohttp.request("POST", url + path, json=sent) as answer:
+            again = await answer.json()
+            assert read(again)[0] == expected[0]
+            assert read(again)[1] == int(answer.headers["x-homeport-expected-cached-tokens"])
+            assert read(again)[1] > 0.98 * again["usage"]["prompt_tokens"]
+        await eventually(lambda: idle(proxy))
+
+
+async def test_workers_slice_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "homeport.yaml"
+    async with emulated() as engine:
+        file.write_text(json.dumps(before(engine.url) | {"log": {"level": "warning", "format": "text"}}))
+        command = [sys.executable, "-m", "homeport.cli", "serve", "-c", str(file), "--workers", "2"]
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            line = ""
+            async with asyncio.timeout(90):
+                while "listening on" not in line:
+                    line = (await process.stderr.readline()).decode()
+                    assert line, "the proxy ended before it listened"
+            url = line.split()[-1]
+            await ask(url, body(SHORT))
+            for attempt in range(50):  # until the workers hear that the engine's events are followed
+                got = await ask(url, body(f"{attempt}. {TEXT}"))
+                assert got.status == 200
+                if "parts" in got.headers["x-homeport-reason"]:
+                    break
+                await asyncio.sleep(0.1)
+            assert got.headers["x-homeport-reason"].endswith("parts")
+            assert got.cached == 0
+            summary = await why(url, got)
+            assert summary["tokens"]["cached"] == 0
+            assert [leg["part"] for leg in summary["legs"]][:2] == ["slice", "slice"]
+        finally:
+            process.terminate()
+            await process.communicate()
+        assert process.returncode == 0
