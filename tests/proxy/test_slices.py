@@ -508,6 +508,16 @@ APIS: dict[str, tuple[str, dict[str, Any], Any]] = {
         {"model": "m", "prompt": TEXT, "max_tokens": 8},
         lambda d: (d["choices"][0]["text"], _found(d["usage"])),
     ),
+    "messages": (
+        "/v1/messages",
+        body(max_tokens=8),
+        lambda d: (d["content"][0]["text"], d["usage"]["cache_read_input_tokens"]),
+    ),
+    "responses": (
+        "/v1/responses",
+        {"model": "m", "input": TEXT, "max_output_tokens": 8},
+        lambda d: (d["output"][0]["content"][0]["text"], d["usage"]["input_tokens_details"]["cached_tokens"]),
+    ),
 }
 
 
@@ -534,7 +544,7 @@ async def test_an_engine_answers_as_if_nothing_had_been(api: str) -> None:
             again = await answer.json()
             assert read(again)[0] == expected[0]
             assert read(again)[1] == int(answer.headers["x-homeport-expected-cached-tokens"])
-            assert read(again)[1] > 0.98 * again["usage"]["prompt_tokens"]
+            assert read(again)[1] > 13_000
         await eventually(lambda: idle(proxy))
 
 
