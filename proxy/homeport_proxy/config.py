@@ -355,7 +355,7 @@ class Routing(Section):
     shadow: list[Policy] = Field(default_factory=list)
     late_binding: bool = True
     hold_new_sessions_above: PositiveFloat | None = None
-    slice_s: Annotated[float, Field(ge=0)] = 0.0
+    slice_s: Annotated[float, Field(ge=0)] = 1.0
     drain_idle_s: PositiveFloat = 60.0
     index_mb: PositiveInt = 256
 

@@ -204,9 +204,7 @@ class Pipeline:
         ids: Sequence[int] = ()
         if exchange.identity is not None and (sizes := self.token_blocks.followed(exchange, job)):
             ids = await self._count_tokens(exchange, job, sizes)
-        if ids and not (self.control.config.routing.slice_s and slices.sliceable(exchange, job, self.control.fleet)):
-            ids = ()
-        await self._place(exchange, sliceable=bool(ids))
+        await self._place(exchange)
         try:
             if exchange.ticket is not None and exchange.ticket.part_tokens is not None:
                 await self._prefill_parts(exchange, job, down, exchange.ticket, ids)
@@ -247,12 +245,12 @@ class Pipeline:
                 return True
             failed.add(peer.name)
 
-    async def _place(self, exchange: Exchange, *, sliceable: bool) -> None:
+    async def _place(self, exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
         placer = self.control.placer
         started_s = loop.time()
         try:
-            ticket, before = await placer.place(exchange.region, self._view(exchange, sliceable))
+            ticket, before = await placer.place(exchange.region, self._view(exchange))
         except NoPlaceError as error:
             raise no_backend(f"{error}.") from None
         exchange.ticket = ticket
@@ -273,9 +271,15 @@ class Pipeline:
         """Have the prompt prefilled part by part, as the router asks; between them others are served."""
         loop = asyncio.get_running_loop()
         done: dict[str, int] = {}
+        scale, may = 1.0, slices.sliceable(exchange, self.control.fleet)
         while (tokens := ticket.part_tokens) is not None and ticket.decision is not None:
             place, part = ticket.decision.place, slices.FAILED
-            if tokens > done.get(place, 0):  # what is asked for again was not kept: no part of it would be
+            if may and not ids:
+                ids = await self.token_blocks.ids(place, exchange, job)
+                scale = len(ids) / ticket.request.prompt_tokens  # parts are counted in what it was taken for
+            tokens = int(tokens * scale)
+            # what is asked for again was not kept: no part of it would be
+            if may and done.get(place, 0) < tokens < len(ids):
                 done[place] = tokens
                 part = await slices.prefill(self.desk, exchange, job, down, ticket.decision, ids[:tokens])
             since_s = loop.time()
@@ -293,7 +297,7 @@ class Pipeline:
             reason = f"{exchange.decision.reason}; prefilled in {exchange.slices + 1} parts"
             ticket.decision = exchange.decision = replace(exchange.decision, reason=reason)
 
-    def _view(self, exchange: Exchange, sliceable: bool) -> RequestView:
+    def _view(self, exchange: Exchange) -> RequestView:
         identity = exchange.identity or Identity(mint(128), "request", "side", final=True)
         document = exchange.document
         user = None if document is None else document.get("user")
@@ -313,7 +317,7 @@ class Pipeline:
             final=identity.final,
             expected_output_tokens=_expected_output(document) if exchange.identity and document is not None else 1,
             split_refused=self._split_refused(exchange),
-            sliceable=sliceable,
+            sliceable=self.control.config.routing.slice_s > 0 and slices.may_slice(exchange),
         )
 
     def _split_refused(self, exchange: Exchange) -> str | None:

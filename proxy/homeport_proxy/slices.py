@@ -24,6 +24,8 @@ from homeport_proxy.job import Job
 from homeport_proxy.routing.views import Decision
 from homeport_proxy.upstream import UpstreamError
 
+LEAST_BYTES = 4096
+"""No shorter body holds a prompt worth a part."""
 PART_S = 30.0
 """A part is given up after this long: what an engine computed of it until then stays in its cache."""
 _AS_JSON = Leg(BodyEdits(), {"content-type": "application/json"})
@@ -44,11 +46,19 @@ class Part(NamedTuple):
 FAILED = Part(ok=False)
 
 
-def sliceable(exchange: Exchange, job: Job, fleet: Fleet) -> bool:
-    """Whether parts of this request's prompt may be prefilled by themselves, once its token ids are known."""
+def may_slice(exchange: Exchange) -> bool:
+    """Whether it is worth the router's while to think of parts; a look at little, as every request gets it."""
     identity = exchange.identity
-    if identity is None or identity.kind == "side" or exchange.api not in GENERATING:
-        return False
+    return (
+        identity is not None
+        and identity.kind != "side"
+        and exchange.api in GENERATING
+        and len(exchange.body) >= LEAST_BYTES
+    )
+
+
+def sliceable(exchange: Exchange, fleet: Fleet) -> bool:
+    """Whether parts of this request's prompt may be prefilled by themselves, once its token ids are known."""
     asked = [exchange.members[name] for name in _UNCACHED if name in exchange.members]
     if any(value is not None and value is not False for value in asked):
         return False

@@ -26,6 +26,8 @@ from homeport_proxy.job import Job
 from homeport_proxy.upstream import Collector, UpstreamError
 
 ANSWER_S = 0.25
+SLICED_S = 5.0
+"""How long it is waited for where a prefill of seconds is at stake."""
 REST_S = 30.0
 """How long an engine is not asked again after it failed to answer in time."""
 NOT_OFFERED_S = 600.0
@@ -75,7 +77,7 @@ class TokenBlocks:
 
     async def of(self, exchange: Exchange, job: Job, sizes: Mapping[str, int]) -> Tokens | None:
         """The prompt; None when none of the places could say. ``sizes``: :meth:`followed`."""
-        ids = await self._tokens(next(iter(sizes)), job)
+        ids = await self._tokens(next(iter(sizes)), job, ANSWER_S)
         if not ids:
             return None
         exchange.prompt_tokens_counted = len(ids)
@@ -86,6 +88,18 @@ class TokenBlocks:
             if len(ids) <= size * MOST_BLOCKS
         }
         return Tokens(ids, blocks)
+
+    async def ids(self, place: str, exchange: Exchange, job: Job) -> Sequence[int]:
+        """The prompt in the tokens of one place, for a part of it to be prefilled there; empty when it cannot say."""
+        able = any(place == name for _, name in self._able(exchange))
+        member = self._engines.of(place).member if able else None
+        now_s = asyncio.get_running_loop().time()
+        if member is None or self._resting.get((member.name, exchange.api), 0.0) > now_s:
+            return []
+        ids = await self._tokens(place, job, SLICED_S)
+        if ids:
+            exchange.prompt_tokens_counted = len(ids)
+        return ids
 
     def followed(self, exchange: Exchange, job: Job) -> dict[str, int]:
         """Places that can tell this prompt's tokens and whose events are followed, with their block size in tokens."""
@@ -122,12 +136,12 @@ class TokenBlocks:
             ]
         return found
 
-    async def _tokens(self, place: str, job: Job) -> list[int]:
+    async def _tokens(self, place: str, job: Job, within_s: float) -> list[int]:
         engine = self._engines.of(place)
         assert engine.member is not None, "an engine of ours"
         rest_s = REST_S
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(within_s):
                 status, tokens = await self._ask(engine, engine.member, job)
             if status not in _NOT_OFFERED:
                 return tokens
