@@ -7,7 +7,8 @@ computes what is new, and hands all of it to the session's next home as it would
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from homeport_proxy.config import Backend
 from homeport_proxy.fleet import Fleet

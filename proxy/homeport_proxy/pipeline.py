@@ -6,12 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from homeport.fingerprint import Api, JsonValue
 from homeport.volatile import Declared

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+
+import msgspec
 
 CAUSES: Mapping[str, str] = {
     "new": "not sent before in this conversation",
@@ -65,8 +66,7 @@ class PromptTrace:
         return len(keys) >= self._blocks and keys[self._blocks - 1] & _LOW_BITS == self._keys[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
+class Sight(msgspec.Struct, frozen=True):
     """What was known when the request was bound; tokens.
 
     ``previous``: the session's last prompt (0: first request). ``shared``: how much of this prompt repeats it.

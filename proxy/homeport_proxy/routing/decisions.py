@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import msgspec
+from msgspec.structs import replace
 
 from homeport_proxy.routing.decide import decide
 from homeport_proxy.routing.policies import POLICIES

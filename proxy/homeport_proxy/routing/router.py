@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from itertools import count
 from zlib import crc32
+
+from msgspec.structs import replace
 
 from homeport_engines.base import EngineStats
 from homeport_engines.vllm.kv import KvBatch

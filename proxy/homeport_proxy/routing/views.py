@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
+import msgspec
+
 Role = Literal["prefill", "decode", "mixed"]
 State = Literal["up", "down", "draining", "drained", "unknown"]
 """``drained``: past its drain's deadline, where not even sessions that are active may stay."""
@@ -42,8 +44,7 @@ class Rates:
     rtt_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixKeys:
+class PrefixKeys(msgspec.Struct, frozen=True):
     """A prompt's prefix as index keys.
 
     ``text_blocks``: chained digests of the canonical text, one per ``text_block_chars`` characters (the last, partial
@@ -52,14 +53,13 @@ class PrefixKeys:
 
     text_blocks: Sequence[int] = ()
     text_block_chars: int = 512
-    token_blocks: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    token_blocks: Mapping[int, Sequence[int]] = {}
 
 
 NO_PREFIX = PrefixKeys()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(msgspec.Struct, frozen=True):
     """One request as the policy sees it. ``session`` is an opaque digest and never empty."""
 
     request_id: str
@@ -68,7 +68,7 @@ class RequestView:
     session: str
     prompt_tokens: int
     """As the engine will count them, or an estimate (``prompt_estimated``)."""
-    prefix: PrefixKeys = field(default_factory=PrefixKeys)
+    prefix: PrefixKeys = NO_PREFIX
     tenant: str = ""
     tenant_weight: float = 1.0
     user: str = ""
@@ -79,7 +79,7 @@ class RequestView:
     adapter: str | None = None
     cache_scope: str = ""
     """Requests of different scopes share no cache (a tenant's salt); empty: the whole fleet's."""
-    rtt_s: Mapping[str, float] = field(default_factory=dict)
+    rtt_s: Mapping[str, float] = {}
     """Extra round trip by backend, for a request that came in far from it (seconds)."""
     prompt_estimated: bool = False
     """``prompt_tokens`` was guessed from the size of the body; what the session's last answer reported is better."""
@@ -122,8 +122,7 @@ class Cost(NamedTuple):
     cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Where a request runs and why. ``expected_cached_tokens`` is None only when no index exists."""
 
     place: str
@@ -134,7 +133,7 @@ class Decision:
     prefill_cached_tokens: int | None = None
     home: str | None = None
     """The session's home after this decision (unchanged by a spill or a side request)."""
-    costs: Mapping[str, Cost] = field(default_factory=dict)
+    costs: Mapping[str, Cost] = {}
 
 
 PolicyName = Literal["cost", "session", "prefix", "least-tokens", "round-robin"]
@@ -262,8 +261,7 @@ class NoPlaceError(Exception):
     """No place can take the request; the text says why and what would help."""
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """One request in the router's hands, from ``arrive`` to ``finished`` or ``cancel``.
 
     ``decision`` is None while the request is held; ``refused`` says why no place could be found after holding.
@@ -284,8 +282,7 @@ class Ticket:
     """Why it waits longer than a place needs: the overload guard."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What became of a request's prompt: cached tokens and every uncached one booked to one cause.
 
     ``causes`` sums with ``cached_tokens`` to ``prompt_tokens``; None figures were not reported.
@@ -293,7 +290,7 @@ class Outcome:
 
     prompt_tokens: int | None
     cached_tokens: int | None
-    causes: Mapping[str, int] = field(default_factory=dict)
+    causes: Mapping[str, int] = {}
     expected_cached_tokens: int | None = None
 
 
@@ -328,8 +325,7 @@ class ShadowReport:
     saved_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class SessionView:
+class SessionView(msgspec.Struct, frozen=True):
     """A session as the router knows it. ``keep_s``: how long its prefix is expected to stay resident; None: cold."""
 
     session: str
