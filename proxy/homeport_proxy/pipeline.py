@@ -36,6 +36,7 @@ from homeport_proxy.ids import mint
 from homeport_proxy.intake import read_body
 from homeport_proxy.job import Job
 from homeport_proxy.marks import Marks
+from homeport_proxy.placer import Placed
 from homeport_proxy.prefix import Prefixes
 from homeport_proxy.profiles import calmed, rules_for
 from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, SessionView, Ticket, Word
@@ -204,10 +205,10 @@ class Pipeline:
         ids: Sequence[int] = ()
         if exchange.identity is not None and (sizes := self.token_blocks.followed(exchange, job)):
             ids = await self._count_tokens(exchange, job, sizes)
-        await self._place(exchange)
+        ticket, before = await self._place(exchange)
         try:
-            if exchange.ticket is not None and exchange.ticket.part_tokens is not None:
-                await self._prefill_parts(exchange, job, down, exchange.ticket, ids)
+            if ticket.part_tokens is not None:
+                await self._prefill_parts(exchange, job, down, ticket, before, ids)
             ids = ()  # not kept while the answer is relayed
             if (wanted := stored.named(exchange)) is not None:
                 await self._hold_to_stored_state(exchange, wanted)
@@ -245,35 +246,49 @@ class Pipeline:
                 return True
             failed.add(peer.name)
 
-    async def _place(self, exchange: Exchange) -> None:
+    async def _place(self, exchange: Exchange) -> Placed:
         loop = asyncio.get_running_loop()
         placer = self.control.placer
         started_s = loop.time()
         try:
-            ticket, before = await placer.place(exchange.region, self._view(exchange))
+            placed = ticket, before = await placer.place(exchange.region, self._view(exchange))
         except NoPlaceError as error:
             raise no_backend(f"{error}.") from None
         exchange.ticket = ticket
-        if before is not None and ticket.decision is not None and exchange.document is not None:
-            refuses = partial(_refuses, exchange=exchange)
-            ticket.decision = carried(self.control.fleet, ticket.decision, before, refuses)
         if exchange.identity is not None:
             exchange.cache = cache_word(before)
-        _take_decision(exchange, ticket)
+        self._take_decision(exchange, ticket, before)
         waited_s = loop.time() - started_s
         held_s = (ticket.decided_s or ticket.arrived_s) - ticket.arrived_s
         exchange.queued_s = max(0.0, min(held_s, waited_s))
         exchange.decide_s = max(0.0, waited_s - exchange.queued_s)
+        return placed
+
+    def _take_decision(self, exchange: Exchange, ticket: Ticket, before: SessionView | None) -> None:
+        """The router's decision, with what only the data plane knows of it."""
+        if before is not None and ticket.decision is not None and exchange.document is not None:
+            refuses = partial(_refuses, exchange=exchange)
+            ticket.decision = carried(self.control.fleet, ticket.decision, before, refuses)
+        if exchange.home_region_down and ticket.decision is not None and ticket.decision.word is Word.PLACED:
+            ticket.decision = replace(ticket.decision, word=Word.FAILOVER)
+        exchange.decision = ticket.decision
 
     async def _prefill_parts(
-        self, exchange: Exchange, job: Job, down: Downstream, ticket: Ticket, ids: Sequence[int]
+        self,
+        exchange: Exchange,
+        job: Job,
+        down: Downstream,
+        ticket: Ticket,
+        before: SessionView | None,
+        ids: Sequence[int],
     ) -> None:
         """Have the prompt prefilled part by part, as the router asks; between them others are served."""
         loop = asyncio.get_running_loop()
         done: dict[str, int] = {}
-        scale, may = 1.0, slices.sliceable(exchange, self.control.fleet)
+        scale, may = 1.0, slices.sliceable(exchange)
         while (tokens := ticket.part_tokens) is not None and ticket.decision is not None:
             place, part = ticket.decision.place, slices.FAILED
+            may = may and ticket.decision.prefill_place is None  # else its KV comes from elsewhere
             if may and not ids:
                 ids = await self.token_blocks.ids(place, exchange, job)
                 scale = len(ids) / ticket.request.prompt_tokens  # parts are counted in what it was taken for
@@ -292,7 +307,7 @@ class Pipeline:
                 exchange.queued_s += held_s
                 if exchange.legs:
                     exchange.legs[-1].held_s += held_s
-            _take_decision(exchange, ticket)
+            self._take_decision(exchange, ticket, before)
         if exchange.slices and exchange.decision is not None:
             reason = f"{exchange.decision.reason}; prefilled in {exchange.slices + 1} parts"
             ticket.decision = exchange.decision = replace(exchange.decision, reason=reason)
@@ -422,13 +437,6 @@ def _keep_still(exchange: Exchange, job: Job, rules: Sequence[Declared]) -> None
     if changed:
         job.put.update(changed)
         exchange.document = Document({**job.raws, **changed})
-
-
-def _take_decision(exchange: Exchange, ticket: Ticket) -> None:
-    """The router's decision, in the words of a client whose home region is down."""
-    if exchange.home_region_down and ticket.decision is not None and ticket.decision.word is Word.PLACED:
-        ticket.decision = replace(ticket.decision, word=Word.FAILOVER)
-    exchange.decision = ticket.decision
 
 
 def _plan_edits(exchange: Exchange, job: Job) -> None:

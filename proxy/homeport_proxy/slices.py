@@ -18,7 +18,6 @@ from homeport_proxy import stored
 from homeport_proxy.api.completions import COMPLETIONS
 from homeport_proxy.downstream import Downstream
 from homeport_proxy.exchange import GENERATING, Exchange, State, TokenUsage
-from homeport_proxy.fleet import Fleet
 from homeport_proxy.handoff import TURNED_AWAY, Attempt, Desk
 from homeport_proxy.job import Job
 from homeport_proxy.routing.views import Decision
@@ -57,12 +56,12 @@ def may_slice(exchange: Exchange) -> bool:
     )
 
 
-def sliceable(exchange: Exchange, fleet: Fleet) -> bool:
+def sliceable(exchange: Exchange) -> bool:
     """Whether parts of this request's prompt may be prefilled by themselves, once its token ids are known."""
     asked = [exchange.members[name] for name in _UNCACHED if name in exchange.members]
     if any(value is not None and value is not False for value in asked):
         return False
-    if stored.named(exchange) is not None or any(member.carry for member in fleet.members.values()):
+    if stored.named(exchange) is not None:
         return False  # another place may have to take it than the one that the router names
     return _MEDIA.search(exchange.body) is None
 

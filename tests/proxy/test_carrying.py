@@ -20,18 +20,19 @@ PATH = "/v1/chat/completions"
 
 def config(*urls: str, **settings: Any) -> dict[str, Any]:
     listed = [{"name": f"m{i}", "url": url, "role": "mixed", "kv_transfer": "nixl"} for i, url in enumerate(urls)]
-    routing = {"drain_idle_s": 0.001}  # a session moves with its next request
+    routing = {"drain_idle_s": 0.001, "slice_s": 0.001}  # a session moves with its next request
     return {"listen": "127.0.0.1:0", "regions": {"local": {"backends": listed}}, "routing": routing, **settings}
 
 
 @pytest.mark.parametrize("carry", [True, False])
-@pytest.mark.parametrize("streamed", [True, False])
-async def test_a_session_takes_its_kv_along(carry: bool, streamed: bool) -> None:
+@pytest.mark.parametrize(("streamed", "sentences"), [(True, 200), (False, 200), (True, 3000)])
+async def test_a_session_takes_its_kv_along(carry: bool, streamed: bool, sentences: int) -> None:
+    """Also where the prompt is so long that it would be prefilled in parts at its new home."""
     settings = fast(kv="nixl", model="m")
     async with Emulator(settings) as one, Emulator(settings) as two:
         engines = {"m0": one, "m1": two}
         async with proxy_for(config(one.url, two.url)) as (url, proxy), aiohttp.ClientSession() as client:
-            messages = [{"role": "user", "content": "The harbour has many berths. " * 200}]
+            messages = [{"role": "user", "content": "The harbour has many berths. " * sentences}]
 
             async def turn() -> tuple[Any, Any]:
                 body = {"model": "m", "messages": messages, "stream": streamed, "max_tokens": 8}
