@@ -59,6 +59,8 @@ class Caching(ScriptedEngine):
     handler: Handler = field(init=False)
     computed: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     order: list[tuple[str, int]] = field(default_factory=list)
+    tells: bool = True
+    """Whether it tells tokens."""
     on_part: Handler | None = None
     on_answer: Handler | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,6 +70,8 @@ class Caching(ScriptedEngine):
         self.gate.set()
 
     async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        if seen.path == "/tokenize" and not self.tells:
+            return web.json_response({}, status=404)
         if seen.path == "/tokenize":
             ids = ids_of(seen.body)
             return web.json_response({"tokens": ids, "count": len(ids)})
@@ -106,12 +110,13 @@ class Caching(ScriptedEngine):
 
 
 @asynccontextmanager
-async def slicing(*engines: Caching, **settings: Any) -> AsyncIterator[tuple[str, Proxy]]:
+async def slicing(*engines: Caching, followed: bool = True, **settings: Any) -> AsyncIterator[tuple[str, Proxy]]:
     """A proxy that slices, in front of engines whose events it is taken to follow."""
     config = {"routing": {"slice_s": 0.001}, **settings}
     async with proxy_for(backends(*[await engine.start() for engine in engines], **config)) as (url, proxy):
         router = proxy.control.routers["local"]
-        router.block_tokens = lambda place: BLOCK  # type: ignore[method-assign]
+        if followed:
+            router.block_tokens = lambda place: BLOCK  # type: ignore[method-assign]
         yield url, proxy
 
 
@@ -269,11 +274,28 @@ async def test_what_is_never_sliced(changes: dict[str, Any]) -> None:
     assert [what for what, _ in engine.order] == ["whole", "whole"]
 
 
-async def test_off_by_default() -> None:
+async def test_off() -> None:
     engine = Caching()
-    async with slicing(engine, routing={}) as (url, _):
+    async with slicing(engine, routing={"slice_s": 0}) as (url, _):
         assert (await ask(url, body())).status == 200
     assert [what for what, _ in engine.order] == ["whole"]
+
+
+@pytest.mark.parametrize("tells", [True, False])
+async def test_without_events_the_tokens_are_asked_for_when_a_part_is_due(tells: bool) -> None:
+    engine = Caching(tells=tells)
+    async with slicing(engine, followed=False) as (url, proxy):
+        for turn in range(2):
+            got = await ask(url, body(f"{turn}. {TEXT}"))
+            assert got.status == 200
+            assert got.cached == (KNOWN_TOKENS if turn else 0)
+            assert ("parts" in got.headers["x-homeport-reason"]) is tells
+        short = await ask(url, body("Ahoy."))
+        assert short.status == 200
+        await eventually(lambda: idle(proxy))
+    assert len([seen for seen in engine.seen if seen.path == "/tokenize"]) == (2 if tells else 1)
+    assert len(engine.parts) >= (4 if tells else 0)
+    assert [what for what, _ in engine.order].count("whole") == 3
 
 
 async def test_the_tenants_scope_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,11 +434,11 @@ async def test_the_place_goes_while_a_part_is_computed() -> None:
         await eventually(lambda: idle(proxy))
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_cancelled_at_every_await_nothing_is_left(streamed: bool) -> None:
+@pytest.mark.parametrize(("streamed", "followed"), [(False, True), (True, True), (True, False)])
+async def test_cancelled_at_every_await_nothing_is_left(streamed: bool, followed: bool) -> None:
     """Beside another long request, so that it also waits between its parts."""
     engine = Caching()
-    async with slicing(engine) as (url, proxy):
+    async with slicing(engine, followed=followed) as (url, proxy):
         at: set[str] = set()
         for step in range(1, 200):
             beside = asyncio.create_task(ask(url, body(f"{step} beside. {TEXT}")))
