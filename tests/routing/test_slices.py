@@ -135,15 +135,26 @@ def test_parts_go_on_before_the_engines_events_tell_of_them() -> None:
 
 def test_the_place_goes_while_a_part_is_computed() -> None:
     fleet = Fleet(spec("d0"), spec("d1"), settings=SLICED)
-    ticket = fleet.start(request("s", LONG, sliceable=True))
+    fleet.router.set_state("d0", "down", 0.0)
+    fleet.ask(request("s", 80))
+    fleet.router.set_state("d0", "up", 0.0)
+    fleet.router.cool("d1", fleet.now_s + 1.0)
+    gone, left, known = "d0", "d1", 80 * 128
+    ticket = fleet.start(request("t", LONG, prefix=PrefixKeys(chain("s", LONG), 128), sliceable=True))
     assert ticket.decision is not None
-    gone = ticket.decision.place
-    left = "d1" if gone == "d0" else "d0"
+    assert ticket.decision.place == gone
+    assert ticket.decision.expected_cached_tokens == 0
     fleet.router.set_places([spec(left)])
     fleet.router.sliced(ticket, 1.0, cached_tokens=0, ok=True)
     assert fleet.router.due(1.0) == [ticket]
     assert ticket.decision.place == left
-    fleet.router.cancel(ticket, 2.0)
+    while ticket.part_tokens is not None:
+        fleet.now_s += 1.0
+        fleet.router.sliced(ticket, fleet.now_s, cached_tokens=None, ok=True)
+        assert fleet.router.due(fleet.now_s) == [ticket]
+    assert ticket.decision.expected_cached_tokens == pytest.approx(known, rel=0.01), "what it found there, not before"
+    assert fleet.end(ticket, cached=known).expected_cached_tokens == ticket.decision.expected_cached_tokens
+    assert fleet.router.status(fleet.now_s).places[left].confidence > 0.99
     assert fleet.empty()
 
 

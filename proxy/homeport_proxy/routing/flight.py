@@ -79,10 +79,11 @@ class Flight:
     def begin_prefill(self, worker: Place, index: Index, now_s: float) -> int:
         """Prefill load at ``worker``; returns the cached tokens expected there (discounted by confidence)."""
         request, name = self.request, worker.spec.name
+        began_here = self.parts and self.prefiller is worker
         self.prefiller = worker
         self.expected_raw = index.cached_tokens(name, request)
         self.cached = int(self.expected_raw * worker.confidence.of(request.api))
-        if not self.parts:
+        if not began_here:
             self.found, self.found_raw = self.cached, self.expected_raw
         self.uncached = request.prompt_tokens - self.cached
         work_s = tiered_prefill_s(worker.rates, request.prompt_tokens, self.cached, index.host_tokens(name, request))

@@ -506,8 +506,9 @@ class Router:
     def _begin_part(self, held: Held, flight: Flight, tokens: int, now_s: float) -> None:
         """Take the load of a part; the session's home and the rest of the load wait for the request itself."""
         ticket, worker = held.ticket, self._places[held.place]
-        if not flight.parts:
+        if flight.prefiller is not worker:
             flight.foresee(worker, self._index)
+        if flight.sight is None:
             flight.sight = sight(flight, self._index, self._places, now_s, self._sessions.ttl_s(flight.session))
         part = flight.part = Flight(next(self._keys), begun(ticket.request, tokens), flight.session, now_s)
         part.begin_prefill(worker, self._index, now_s)
