@@ -4,7 +4,8 @@ Each trace is split in two. Peers' knobs are tuned on the first part (lowest TTF
 second, over several session orders (seeds), each figure beside the tuned llm-d latency rule's with the same seed and
 beside one cache shared by all replicas (the bound). Ours runs with its defaults. `--queue` prints a second table with
 our queue given to the peers; `--lag`, `--noise`, `--no-session-ids` repeat it with telemetry a second old, 30 % noise
-in the engines' rates, and requests that carry no session id.
+in the engines' rates, and requests that carry no session id; `--steps` lets engines compute in steps as vLLM does,
+`--no-slices` takes the parts of long prefills away.
 
 Agentic sessions of a part are played three times (content apart, tools and system prompt shared): 570 of them, so that
 half the file makes the whole cluster's load. Open-loop parts are compressed so that under least requests the engines
@@ -148,7 +149,12 @@ def measure(case: Case, args: argparse.Namespace) -> list[Row]:
     """Every rule on the second part."""
     rules = tuned(case, args.peers, args.jobs)
     workload = part(case.trace, 1)
-    changes: dict[str, object] = {"noise": args.noise, "session_ids": not args.no_session_ids}
+    changes: dict[str, object] = {
+        "noise": args.noise,
+        "session_ids": not args.no_session_ids,
+        "steps": args.steps,
+        "slices": not args.no_slices,
+    }
     if args.lag:
         changes |= {"index": "exact", "telemetry_lag_s": args.lag}
     cluster = case.cluster.model_copy(update=changes)
@@ -205,6 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lag", type=float, default=0.0, metavar="S", help="KV events this late")
     parser.add_argument("--noise", type=float, default=0.0, help="spread of the engines' true rates, such as 0.3")
     parser.add_argument("--no-session-ids", action="store_true")
+    parser.add_argument("--steps", action="store_true", help="engines compute in steps, prefill beside decoding")
+    parser.add_argument("--no-slices", action="store_true", help="engines take no prompts in tokens: no parts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row")
     parser.add_argument("--calibrate", action="store_true", help="find the open-loop cases' loads instead")
     args = parser.parse_args(argv)
