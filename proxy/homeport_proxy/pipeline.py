@@ -39,6 +39,7 @@ from homeport_proxy.marks import Marks
 from homeport_proxy.placer import Placed
 from homeport_proxy.prefix import Prefixes
 from homeport_proxy.profiles import calmed, rules_for
+from homeport_proxy.routing.slices import ROUND_TOKENS
 from homeport_proxy.routing.views import NoPlaceError, PrefixKeys, RequestView, SessionView, Ticket, Word
 from homeport_proxy.splice import NotAnObjectError, edit
 from homeport_proxy.tokens import TokenBlocks
@@ -292,7 +293,7 @@ class Pipeline:
             if may and not ids:
                 ids = await self.token_blocks.ids(place, exchange, job)
                 scale = len(ids) / ticket.request.prompt_tokens  # parts are counted in what it was taken for
-            tokens = int(tokens * scale)
+            tokens = int(tokens * scale) // ROUND_TOKENS * ROUND_TOKENS
             # what is asked for again was not kept: no part of it would be
             if may and done.get(place, 0) < tokens < len(ids):
                 done[place] = tokens

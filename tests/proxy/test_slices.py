@@ -295,6 +295,7 @@ async def test_without_events_the_tokens_are_asked_for_when_a_part_is_due(tells:
         await eventually(lambda: idle(proxy))
     assert len([seen for seen in engine.seen if seen.path == "/tokenize"]) == (2 if tells else 1)
     assert len(engine.parts) >= (4 if tells else 0)
+    assert {len(seen.body["prompt"]) % 512 for seen in engine.parts} <= {0}, "a block that is not full is not cached"
     assert [what for what, _ in engine.order].count("whole") == 3
 
 

@@ -18,7 +18,7 @@ _LONG = 1.5
 _LEAST_STEPS = 2
 """Engine steps of a slice at least: a slow engine is not asked for a step's tokens at a time."""
 
-_ROUND_TOKENS = 512
+ROUND_TOKENS = 512
 """Parts end with whole blocks of any usual size; a block that is not full is not cached."""
 
 
@@ -28,7 +28,7 @@ def part_tokens(rates: Rates, settings: RoutingSettings, prompt_tokens: int, cac
     if not slice_s or prefill_s(rates, prompt_tokens - cached_tokens, cached_tokens) <= _LONG * slice_s:
         return None
     uncached = max(tokens_in(rates, slice_s, cached_tokens), _LEAST_STEPS * settings.step_tokens)
-    part = (cached_tokens + uncached) // _ROUND_TOKENS * _ROUND_TOKENS
+    part = (cached_tokens + uncached) // ROUND_TOKENS * ROUND_TOKENS
     return part if cached_tokens < part <= prompt_tokens - settings.step_tokens else None
 
 
