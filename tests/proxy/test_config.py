@@ -117,6 +117,7 @@ def test_an_unknown_model_is_none_only_when_models_are_listed() -> None:
         (MINIMAL + "admin: {key_env: A, key_file: b}", "admin", "not both"),
         (MINIMAL + "routing: {policy: best}", "routing.policy", "'cost'"),
         (MINIMAL + "routing: {load_bound: 0.5}", "routing.load_bound", "greater than or equal to 1"),
+        (MINIMAL + "routing: {slice_s: -1}", "routing.slice_s", "greater than or equal to 0"),
         ("regions: {}", "regions", "at least 1"),
         ("models: []", "regions", "is missing"),
         ("regions: {a: {backends: []}}", "regions.a", "no backends"),
