@@ -18,7 +18,7 @@ from homeport_proxy import stored
 from homeport_proxy.api.completions import COMPLETIONS
 from homeport_proxy.downstream import Downstream
 from homeport_proxy.exchange import GENERATING, Exchange, State, TokenUsage
-from homeport_proxy.handoff import TURNED_AWAY, Attempt, Desk
+from homeport_proxy.handoff import SLOWEST_PREFILL_TOKENS_PER_S, TURNED_AWAY, Attempt, Desk
 from homeport_proxy.job import Job
 from homeport_proxy.routing.views import Decision
 from homeport_proxy.upstream import UpstreamError
@@ -26,7 +26,7 @@ from homeport_proxy.upstream import UpstreamError
 LEAST_BYTES = 4096
 """No shorter body holds a prompt worth a part."""
 PART_S = 30.0
-"""A part is given up after this long: what an engine computed of it until then stays in its cache."""
+"""A part is given up after this long and what it takes at the slowest: what was computed of it stays in the cache."""
 _AS_JSON = Leg(BodyEdits(), {"content-type": "application/json"})
 _SCOPE = ("model", "cache_salt", "priority")
 """Members of the request that decide which cache its prompt lies in, and when it is served."""
@@ -87,7 +87,7 @@ async def prefill(
         drop_credentials=job.drop_credentials,
         hop_by_hop=job.hop_by_hop,
     )
-    within_s = min(PART_S, desk.timeouts().first_token_s)
+    within_s = min(PART_S + len(ids) / SLOWEST_PREFILL_TOKENS_PER_S, desk.timeouts().first_token_s)
     found = exchange.found_tokens = {} if exchange.found_tokens is None else exchange.found_tokens
     with Attempt(desk, exchange, asked, down, decision) as attempt:
         try:
