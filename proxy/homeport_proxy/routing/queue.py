@@ -230,6 +230,11 @@ class VirtualQueues:
             key=lambda entry: entry[:2],
         )[2]
 
+    def held_s(self, place: str) -> float:
+        """Predicted prefill (s) of all that is held for ``place``."""
+        queue = self._queues.get(place)
+        return sum(queue.works) if queue is not None else 0.0
+
     def ahead_s(self, held: Held) -> float:
         """Predicted prefill (s) of those that go before ``held`` at its place."""
         queue = self._queues[held.place]

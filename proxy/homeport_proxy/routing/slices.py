@@ -15,6 +15,10 @@ from homeport_proxy.routing.views import PrefixKeys, Rates, RequestView, Routing
 _LONG = 1.5
 """Slices: what is not longer than this goes at once, or the rest would hardly be worth a request of its own."""
 
+_OF_HELD = 0.2
+"""Parts cost an engine some of its time (a step begins without the next one, a request each). Where much waits, that is
+better spent on prompts: on engines past their limit parts of one second doubled what was held."""
+
 _LEAST_STEPS = 2
 """Engine steps of a slice at least: a slow engine is not asked for a step's tokens at a time."""
 
@@ -22,10 +26,15 @@ ROUND_TOKENS = 512
 """Parts end with whole blocks of any usual size; a block that is not full is not cached."""
 
 
-def part_tokens(rates: Rates, settings: RoutingSettings, prompt_tokens: int, cached_tokens: int) -> int | None:
-    """Tokens from the start of a prompt to prefill now, so that about ``slice_s`` seconds pass; None: all of them."""
-    slice_s = settings.slice_s
-    if not slice_s or prefill_s(rates, prompt_tokens - cached_tokens, cached_tokens) <= _LONG * slice_s:
+def part_tokens(
+    rates: Rates, settings: RoutingSettings, prompt_tokens: int, cached_tokens: int, held_s: float = 0.0
+) -> int | None:
+    """Tokens from the start of a prompt to prefill now, so that about ``slice_s`` seconds pass, or a fifth of the
+    prefill that is held for the place (``held_s``, this prompt's included); None: all of them."""
+    if not settings.slice_s:
+        return None
+    slice_s = max(settings.slice_s, _OF_HELD * held_s)
+    if prefill_s(rates, prompt_tokens - cached_tokens, cached_tokens) <= _LONG * slice_s:
         return None
     uncached = max(tokens_in(rates, slice_s, cached_tokens), _LEAST_STEPS * settings.step_tokens)
     part = (cached_tokens + uncached) // ROUND_TOKENS * ROUND_TOKENS
