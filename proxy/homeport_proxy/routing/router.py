@@ -501,7 +501,7 @@ class Router:
         if flight.whole or not request.sliceable or held.decision.prefill_place is not None:
             return None
         cached_tokens = self._index.cached_tokens(held.place, request)
-        rates, held_s = self._places[held.place].rates, self._queues.held_s(held.place)
+        rates, held_s = self._places[held.place].rates, self._queues.held_s(held.place) - held.work_s
         return part_tokens(rates, self.settings, request.prompt_tokens, cached_tokens, held_s)
 
     def _begin_part(self, held: Held, flight: Flight, tokens: int, now_s: float) -> None:

@@ -30,7 +30,7 @@ def part_tokens(
     rates: Rates, settings: RoutingSettings, prompt_tokens: int, cached_tokens: int, held_s: float = 0.0
 ) -> int | None:
     """Tokens from the start of a prompt to prefill now, so that about ``slice_s`` seconds pass, or a fifth of the
-    prefill that is held for the place (``held_s``, this prompt's included); None: all of them."""
+    prefill that is held for the place beside it (``held_s``); None: all of them."""
     if not settings.slice_s:
         return None
     slice_s = max(settings.slice_s, _OF_HELD * held_s)
