@@ -39,7 +39,6 @@ CLUSTER = Cluster(
     sessions=Sessions(spread_s_per_session=2.5),
     chunk_tokens=4096,
     steps=True,
-    slices=False,
 )
 
 

@@ -111,7 +111,6 @@ def simulated(rates: Rates, cache_tokens: int) -> Row:
         ),
         sessions=Sessions(spread_s_per_session=SPREAD_S),
         steps=True,
-        slices=False,
     )
     return Simulation(agents(SESSIONS), cluster, "cost", seed=1, whole=True).run().row("simulated", 1)
 
