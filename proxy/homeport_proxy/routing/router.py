@@ -498,7 +498,9 @@ class Router:
     def _part_tokens(self, held: Held, flight: Flight) -> int | None:
         """How much of a held prompt is prefilled first, by itself; None: all of it goes."""
         request = held.ticket.request
-        if flight.whole or not request.sliceable or held.decision.prefill_place is not None:
+        if not request.sliceable or held.work_s <= self.settings.slice_s:
+            return None
+        if flight.whole or held.decision.prefill_place is not None:
             return None
         cached_tokens = self._index.cached_tokens(held.place, request)
         rates, held_s = self._places[held.place].rates, self._queues.held_s(held.place) - held.work_s
