@@ -170,7 +170,7 @@ class RoutingSettings:
     slice_s: float = 1.0
     min_uncached_tokens: int = 256
     queue_scale_per_s: float = 4.0
-    home_margin_s: float = 0.3
+    home_margin_s: float = 0.1
     move_margin_s: float = 1.0
     move_after: int = 3
     gone_after_s: float = 15.0
