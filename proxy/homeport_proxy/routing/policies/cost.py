@@ -76,7 +76,9 @@ def choose(
         if place.home:
             home = place
     chosen = best(request.session, scored, TIE_S)
-    margin_s = settings.move_margin_s if request.kind == "side" else settings.home_margin_s
+    # what other proxies sent to a home is in no index here, so that it looks dearer than it is
+    unseen = home is not None and home.unseen
+    margin_s = settings.move_margin_s if unseen or request.kind == "side" else settings.home_margin_s
     if home is None and not costs[chosen.name].cached_tokens:
         # nothing of this prompt lies anywhere: a sub-agent may as well start beside its parent
         parent = next((place for total_s, place in scored if place.parent), None)
