@@ -20,7 +20,6 @@ class Flight:
         "cached",
         "context",
         "decoding",
-        "expected_raw",
         "found",
         "found_raw",
         "handed_over_s",
@@ -53,7 +52,6 @@ class Flight:
         self.decoding = False
         self.uncached = 0
         self.cached = 0
-        self.expected_raw = 0
         self.found = self.found_raw = 0
         """What it was expected to find before any part of it was computed: by confidence, and by the index alone."""
         self.part: Flight | None = None
@@ -77,21 +75,21 @@ class Flight:
         self.found = int(self.found_raw * worker.confidence.of(self.request.api))
 
     def begin_prefill(self, worker: Place, index: Index, now_s: float) -> int:
-        """Prefill load at ``worker``; returns the cached tokens expected there (discounted by confidence)."""
+        """Prefill load at ``worker``; returns the cached tokens expected there (discounted by confidence), without its
+        own parts."""
         request, name = self.request, worker.spec.name
-        began_here = self.parts and self.prefiller is worker
-        self.prefiller = worker
-        self.expected_raw = index.cached_tokens(name, request)
-        self.cached = int(self.expected_raw * worker.confidence.of(request.api))
-        if not began_here:
-            self.found, self.found_raw = self.cached, self.expected_raw
+        if self.parts and self.prefiller is worker:
+            self.cached = int(index.cached_tokens(name, request) * worker.confidence.of(request.api))
+        else:
+            self.foresee(worker, index)
+            self.cached = self.found
         self.uncached = request.prompt_tokens - self.cached
         work_s = tiered_prefill_s(worker.rates, request.prompt_tokens, self.cached, index.host_tokens(name, request))
         worker.load.begin_prefill(self.key, work_s, self.uncached, now_s)
         self.prefilling = True
         index.sent(name, request, self.key)
         self.let_go(index)
-        return self.cached
+        return self.found
 
     def keep(self, part: Flight, worker: Place, index: Index) -> None:
         """A part was prefilled at ``worker``: it lies there, until what follows is sent and says so itself."""

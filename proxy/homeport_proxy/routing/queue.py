@@ -114,12 +114,10 @@ class _Queue:
         self.oldest: list[tuple[float, int, Held]] = []
 
     def add(self, held: Held) -> None:
-        request = held.ticket.request
-        insort(self.by_share.setdefault((request.tenant, request.user), []), held, key=_rank)
-        heappush(self.oldest, (held.since_s, id(held), held))
-        self.weigh(held)
-
-    def weigh(self, held: Held) -> None:
+        if not held.parked:
+            request = held.ticket.request
+            insort(self.by_share.setdefault((request.tenant, request.user), []), held, key=_rank)
+            heappush(self.oldest, (held.since_s, id(held), held))
         position = bisect_right(self.ranks, held.rank)
         self.ranks.insert(position, held.rank)
         self.works.insert(position, held.work_s)
@@ -177,24 +175,16 @@ class VirtualQueues:
         queue = self._queues.get(place)
         return (queue.ranks, queue.works) if queue is not None else (_NOTHING, _NOTHING)
 
-    def push(self, held: Held) -> None:
-        """Hold a request."""
+    def push(self, held: Held, *, parked: bool = False) -> None:
+        """Hold a request. ``parked``: what is left of one while a part of it is prefilled; it is not served, but others
+        that come after it wait for it as well."""
         held.rank = held.work_s + self.settings.age_weight * held.since_s
-        held.out = held.parked = False
-        self._of(held.place).add(held)
-        self._count += 1
-
-    def park(self, rest: Held) -> None:
-        """What is left of a request while a part of it is prefilled: others that come after it wait for it as well."""
-        rest.rank = rest.work_s + self.settings.age_weight * rest.since_s
-        rest.out, rest.parked = False, True
-        self._of(rest.place).weigh(rest)
-
-    def _of(self, place: str) -> _Queue:
-        queue = self._queues.get(place)
+        held.out, held.parked = False, parked
+        queue = self._queues.get(held.place)
         if queue is None:
-            queue = self._queues[place] = _Queue()
-        return queue
+            queue = self._queues[held.place] = _Queue()
+        queue.add(held)
+        self._count += not parked
 
     def remove(self, held: Held) -> None:
         """Take a request out without serving it."""

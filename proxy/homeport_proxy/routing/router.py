@@ -498,9 +498,8 @@ class Router:
     def _part_tokens(self, held: Held, flight: Flight) -> int | None:
         """How much of a held prompt is prefilled first, by itself; None: all of it goes."""
         request = held.ticket.request
-        if not request.sliceable or held.work_s <= self.settings.slice_s:
-            return None
-        if flight.whole or held.decision.prefill_place is not None:
+        short = held.work_s <= self.settings.slice_s
+        if short or not request.sliceable or flight.whole or held.decision.prefill_place is not None:
             return None
         cached_tokens = self._index.cached_tokens(held.place, request)
         rates, held_s = self._places[held.place].rates, self._queues.held_s(held.place) - held.work_s
@@ -521,7 +520,7 @@ class Router:
         self._queues.take(held, part_s)
         rest_s = max(held.work_s - part_s, 0.0)
         flight.held = Held(ticket, held.decision, held.place, rest_s, held.uncached_tokens, held.since_s, begun=True)
-        self._queues.park(flight.held)
+        self._queues.push(flight.held, parked=True)
         ticket.decision = replace(held.decision, expected_cached_tokens=flight.found)
         ticket.part_tokens, ticket.decided_s = tokens, now_s
 
@@ -577,8 +576,6 @@ class Router:
         prefiller = self._places[decision.prefill_place] if decision.prefill_place else host
         flight.begin_decode(host, index)
         cached = flight.begin_prefill(prefiller, index, now_s)
-        if flight.parts:
-            cached = flight.found
         if flight.sight is None:
             flight.sight = sight(flight, index, self._places, now_s, self._sessions.ttl_s(session))
         prefill_cached = cached if decision.prefill_place else None
