@@ -203,11 +203,17 @@ def test_a_client_that_leaves_lets_go_of_everything(held: bool) -> None:
     assert fleet.empty()
 
 
-def test_a_place_that_goes_down_between_parts_is_left() -> None:
+def begun_on_one_of_two() -> tuple[Fleet, Ticket, str]:
+    """Two places, and a long prompt whose first part is computed at the one that is named."""
     fleet = Fleet(spec("d0"), spec("d1"), settings=SLICED)
     ticket = fleet.start(request("s", LONG, sliceable=True))
     assert ticket.decision is not None
-    first = ticket.decision.place
+    return fleet, ticket, ticket.decision.place
+
+
+def test_a_place_that_goes_down_between_parts_is_left() -> None:
+    fleet, ticket, first = begun_on_one_of_two()
+    assert ticket.decision is not None
     fleet.router.sliced(ticket, 1.0, cached_tokens=0, ok=True)
     fleet.router.set_state(first, "down", 1.0)
     assert fleet.router.due(1.0) == [ticket]
@@ -270,10 +276,7 @@ def test_the_rest_of_what_is_being_prefilled_in_part_is_not_forgotten() -> None:
 
 
 def test_a_retry_elsewhere_leaves_nothing_of_the_parts_behind() -> None:
-    fleet = Fleet(spec("d0"), spec("d1"), settings=SLICED)
-    ticket = fleet.start(request("s", LONG, sliceable=True))
-    assert ticket.decision is not None
-    place = ticket.decision.place
+    fleet, ticket, place = begun_on_one_of_two()
     again = fleet.router.again(ticket, frozenset({place}), 0.5)
     assert again is not None
     assert again.place != place
