@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -71,14 +73,31 @@ def cache_tokens(supervisor: Supervisor) -> int:
     return min(sizes)
 
 
+@contextmanager
+def engines(*options: str) -> Iterator[Supervisor]:
+    """Real engines, started as `homeport up` does with these options, and stopped at the end."""
+    parser = argparse.ArgumentParser()
+    up.configure(parser)
+    wanted = parser.parse_args(["--engine", "vllm-cpu", "--port", "0", *options])
+    with tempfile.TemporaryDirectory() as folder:
+        supervisor = Supervisor(up.plan_from(wanted), Path(folder))
+        supervisor.start(PlainDisplay(sys.stderr), 600)
+        try:
+            yield supervisor
+        finally:
+            supervisor.stop()
+
+
+def backends(supervisor: Supervisor) -> list[dict[str, str]]:
+    """These engines for the configuration of another proxy of this process; their keys are put into its environment."""
+    os.environ.update(supervisor.plan.proxy_env)
+    return [{"name": one.name, "url": one.url, "key_env": one.key_variable} for one in supervisor.plan.engines]
+
+
 async def played(supervisor: Supervisor) -> tuple[Row, Rates]:
     """Both sets through a proxy of this process: the second one's figures, and the mean of the speeds that the router
     knew of each engine after the first."""
-    backends = []
-    for engine in supervisor.plan.engines:
-        os.environ[engine.key_variable] = engine.key
-        backends.append({"name": engine.name, "url": engine.url, "key_env": engine.key_variable})
-    async with proxy_before(backends) as (url, control):
+    async with proxy_before(backends(supervisor)) as (url, control):
         options = LiveOptions(
             url,
             shrink=await asyncio.to_thread(tokens_per_word, supervisor),
@@ -118,16 +137,10 @@ def simulated(rates: Rates, cache_tokens: int) -> Row:
 def main() -> int:
     """Play, compare, print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    up.configure(parser)
-    wanted = parser.parse_args(["--engine", "vllm-cpu", "--mixed", "2", "--threads", "1", "--port", "0"])
-    with tempfile.TemporaryDirectory() as folder:
-        supervisor = Supervisor(up.plan_from(wanted), Path(folder))
-        supervisor.start(PlainDisplay(sys.stderr), 600)
-        try:
-            size = cache_tokens(supervisor)
-            live, rates = asyncio.run(played(supervisor))
-        finally:
-            supervisor.stop()
+    parser.parse_args()
+    with engines("--mixed", "2", "--threads", "1") as supervisor:
+        size = cache_tokens(supervisor)
+        live, rates = asyncio.run(played(supervisor))
     model = simulated(rates, size)
     learned = {name: round(value, 5) for name, value in asdict(rates).items()}
     rows = {"simulated": asdict(model), "live": asdict(live), "live over simulated": over(live, model)}

@@ -10,18 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import sys
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import aiohttp
 
 from bench.live import proxy_before
-from homeport_proxy.commands import up
-from homeport_proxy.local.display import PlainDisplay
+from bench.real import backends, engines
 from homeport_proxy.local.supervisor import Supervisor
 from homeport_proxy.simulate.live import block_text
 
@@ -45,10 +41,8 @@ async def asked(http: aiohttp.ClientSession, url: str, model: str, key: int, wor
 
 async def played(supervisor: Supervisor, slice_s: float, first_key: int) -> dict[str, float | int]:
     """The figures with parts of ``slice_s`` seconds (0: none)."""
-    engine, model = supervisor.plan.engines[0], supervisor.plan.model
-    os.environ[engine.key_variable] = engine.key
-    backends = [{"name": engine.name, "url": engine.url, "key_env": engine.key_variable}]
-    async with proxy_before(backends) as (url, control), aiohttp.ClientSession() as http:
+    model = supervisor.plan.model
+    async with proxy_before(backends(supervisor)) as (url, control), aiohttp.ClientSession() as http:
         router = control.routers["local"]
         router.reconfigure(replace(router.settings, slice_s=slice_s, step_tokens=STEP_TOKENS))
         for number in range(6):
@@ -74,16 +68,8 @@ def main() -> int:
     """Play both and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    planner = argparse.ArgumentParser()
-    up.configure(planner)
-    wanted = planner.parse_args(["--engine", "vllm-cpu", "--mixed", "1", "--port", "0"])
-    with tempfile.TemporaryDirectory() as folder:
-        supervisor = Supervisor(up.plan_from(wanted), Path(folder))
-        supervisor.start(PlainDisplay(sys.stderr), 600)
-        try:
-            rows = [asyncio.run(played(supervisor, slice_s, 1_000 * (1 + int(slice_s)))) for slice_s in (0.0, 1.0)]
-        finally:
-            supervisor.stop()
+    with engines("--mixed", "1") as supervisor:
+        rows = [asyncio.run(played(supervisor, slice_s, 1_000 * (1 + int(slice_s)))) for slice_s in (0.0, 1.0)]
     json.dump(rows, sys.stdout, indent=1)
     print()
     return 0
