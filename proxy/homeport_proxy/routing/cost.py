@@ -30,6 +30,13 @@ def tiered_prefill_s(rates: Rates, prompt_tokens: int, cached_tokens: int, host_
     return min(computed_s, loaded_s)
 
 
+def wasted_s(work_s: float, rates: Rates, prompt_tokens: int, cached_tokens: int, host_tokens: int) -> float:
+    """Of ``work_s`` at a place of these rates what recomputes tokens that lie at another (``cached_tokens`` there, then
+    ``host_tokens`` in a tier). At the place's own speed: an engine that is slower than others wastes nothing by that.
+    """
+    return max(work_s - tiered_prefill_s(rates, prompt_tokens, cached_tokens, host_tokens), 0.0)
+
+
 def decode_step_s(rates: Rates, sequences: int, context_tokens: int) -> float:
     """Seconds of one decode step of ``sequences`` with ``context_tokens`` in all."""
     return rates.step_s + sequences * rates.per_sequence_s + context_tokens * rates.per_context_token_s

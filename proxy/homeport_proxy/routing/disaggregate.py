@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from homeport_proxy.routing.cost import cluster_rho, queue_wait_s, shadow_factor, tiered_prefill_s
+from homeport_proxy.routing.cost import cluster_rho, queue_wait_s, shadow_factor, tiered_prefill_s, wasted_s
 from homeport_proxy.routing.ties import rank
 from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
 
@@ -64,7 +64,7 @@ def prefill_plan(
 def best_prefill(
     request: RequestView, places: Sequence[PlaceView], now_s: float, settings: RoutingSettings
 ) -> PrefillPlan:
-    """The prefill place of the lowest ``wait + P + k * (P - P_min) + tau * rho + rtt``; ties by rendezvous hash."""
+    """The prefill place of the lowest ``wait + P + k * (P - P*) + tau * rho + rtt``; ties by rendezvous hash."""
     k = shadow_factor(settings, cluster_rho([place.rho for place in places]))
     plans = []
     for place in places:
@@ -72,11 +72,12 @@ def best_prefill(
         work_s = tiered_prefill_s(place.rates, request.prompt_tokens, cached, place.host_tokens)
         wait_s = place.wait_s + queue_wait_s(place, work_s, now_s, settings)
         plans.append((place, wait_s, work_s, cached))
-    least_s = min(plan[2] for plan in plans)
+    most, most_cached = max((cached + place.host_tokens, cached) for place, _, _, cached in plans)
 
     def total(plan: tuple[PlaceView, float, float, int]) -> tuple[float, int]:
         place, wait_s, work_s, _ = plan
-        cost_s = wait_s + work_s + k * (work_s - least_s) + settings.tau_later_s * place.rho + place.rtt_s
+        shadow_s = k * wasted_s(work_s, place.rates, request.prompt_tokens, most_cached, most - most_cached)
+        cost_s = wait_s + work_s + shadow_s + settings.tau_later_s * place.rho + place.rtt_s
         return round(cost_s, 3), -rank(request.session, place.name)
 
     place, wait_s, work_s, cached = min(plans, key=total)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from homeport_engines.base import EngineStats
 from homeport_engines.vllm.kv import KvBatch
 from homeport_proxy.routing.causes import PromptTrace, book
-from homeport_proxy.routing.cost import cluster_rho, prefill_s, shadow_factor, tiered_prefill_s
+from homeport_proxy.routing.cost import prefill_s, tiered_prefill_s
 from homeport_proxy.routing.decide import dearer_by_s, decide
 from homeport_proxy.routing.decisions import Shadows, recorded
 from homeport_proxy.routing.flight import Flight
@@ -535,8 +535,6 @@ class Router:
         ]
         if not idle:
             return []
-        rhos = [place.load.rho(now_s) for place in self._places.values() if place.spec.role != "decode"]
-        k = shadow_factor(self.settings, cluster_rho(rhos))
         decided: list[Ticket] = []
         for held in list(self._queues.movable()):
             costs = held.decision.costs
@@ -548,7 +546,7 @@ class Router:
                 other = costs.get(name)
                 if other is None:
                     continue
-                if other.prefill_s + k * (other.prefill_s - own.prefill_s) < wait_s + own.prefill_s:
+                if other.prefill_s + other.shadow_s < wait_s + own.prefill_s + own.shadow_s:
                     self._queues.remove(held)
                     decided += self._decide_anew(held.ticket, held.since_s, now_s)
                     idle = [name for name in idle if self._places[name].load.backlog_s(now_s) <= below]

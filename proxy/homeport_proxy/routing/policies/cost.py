@@ -2,11 +2,12 @@
 
 For each place b, in seconds::
 
-    J(b) = wait(b) + P(b) + k * (P(b) - P_min) + tau * rho(b) + rtt(b) + transfer(b) + w * slowdown(b)
+    J(b) = wait(b) + P(b) + k * (P(b) - P*(b)) + tau * rho(b) + rtt(b) + transfer(b) + w * slowdown(b)
 
 - ``wait(b)``: prefill left on the engine plus the held requests that go first (late binding's order).
 - ``P(b) = T0 + u / R * (1 + (c + u / 2) / A)`` for u uncached after c cached tokens; c is the index's figure
   discounted by its confidence.
+- ``P*(b)``: the same at b, were as much cached there as at the warmest place: ``P - P*`` is what b computes again.
 - ``k = k0 + k1 * rho / (1 - rho)``: shadow price of seconds computed twice, rising with the cluster's load.
 - ``tau * rho(b)``: the place's own offered load, so that sessions start where there is room to grow
   (``tau_first_s`` for a session's first request, ``tau_later_s`` after).
@@ -21,15 +22,23 @@ session would be lost there. Ties go by rendezvous hash.
 Knobs: ``k0``, ``k1``, ``tau_first_s``, ``tau_later_s``, ``decode_weight``, ``load_window_s``, ``home_margin_s``.
 
 Rejected: a balance-first rule with cache as a bonus (loses the cache on agentic traffic: hit 0.34 to 0.72 where 0.94
-is possible); a global imbalance switch (one hot place makes everybody lose locality); a fixed penalty in tokens
-(right at one load only).
+is possible); ``P(b) - P_min`` as what is wasted (who is slower, or whose learned speed is off, is charged k times for
+being slow: the fast engines fill up while it idles); a global imbalance switch (one hot place makes everybody lose
+locality); a fixed penalty in tokens (right at one load only).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from homeport_proxy.routing.cost import cluster_rho, decode_slowdown_s, queue_wait_s, shadow_factor, tiered_prefill_s
+from homeport_proxy.routing.cost import (
+    cluster_rho,
+    decode_slowdown_s,
+    queue_wait_s,
+    shadow_factor,
+    tiered_prefill_s,
+    wasted_s,
+)
 from homeport_proxy.routing.disaggregate import prefill_plan
 from homeport_proxy.routing.policies.choice import Choice, best
 from homeport_proxy.routing.views import Cost, PlaceView, RequestView, RoutingSettings
@@ -49,26 +58,27 @@ def choose(
     tau_s = settings.tau_later_s if known else settings.tau_first_s
     prompt, output = request.prompt_tokens, request.expected_output_tokens
 
-    parts: list[tuple[PlaceView, float, float, float, float, int]] = []
+    parts: list[tuple[PlaceView, PlaceView, float, float, float, int]] = []
     for place in hosts:
         cached = int((place.cached_tokens or 0) * place.confidence)  # expected_cached_tokens, without a call per place
         if place.role == "decode" and prefills:
             plan = prefill_plan(request, place, prefills, now_s, settings)
-            parts.append((place, plan.wait_s, plan.work_s, plan.transfer_s, plan.rho, plan.cached_tokens))
+            parts.append((place, plan.place or place, plan.wait_s, plan.work_s, plan.transfer_s, plan.cached_tokens))
             continue
         work_s = tiered_prefill_s(place.rates, prompt, cached, place.host_tokens)
         wait_s = place.wait_s
         if place.queued_ranks:
             wait_s += queue_wait_s(place, work_s, now_s, settings)
-        parts.append((place, wait_s, work_s, 0.0, place.rho, cached))
-    least_s = min([part[2] for part in parts])
+        parts.append((place, place, wait_s, work_s, 0.0, cached))
+    most, most_cached = max([(cached + worker.host_tokens, cached) for _, worker, _, _, _, cached in parts])
 
     costs: dict[str, Cost] = {}
     scored: list[tuple[float, PlaceView]] = []
     home: PlaceView | None = None
-    for place, wait_s, work_s, transfer_s, own_rho, cached in parts:
-        shadow_s = k * (work_s - least_s)
-        load_s = tau_s * own_rho
+    for place, worker, wait_s, work_s, transfer_s, cached in parts:
+        colder = cached < most_cached or cached + worker.host_tokens < most
+        shadow_s = k * wasted_s(work_s, worker.rates, prompt, most_cached, most - most_cached) if colder else 0.0
+        load_s = tau_s * worker.rho
         slow_s = settings.decode_weight * decode_slowdown_s(place, prompt, output) if place.requests else 0.0
         total_s = wait_s + work_s + shadow_s + load_s + transfer_s + slow_s + place.rtt_s
         costs[place.name] = Cost(total_s, wait_s, work_s, shadow_s, load_s, transfer_s, slow_s, place.rtt_s, cached)

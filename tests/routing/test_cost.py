@@ -1,0 +1,59 @@
+"""What the cost policy charges: waste is what is computed again, not what a slower engine takes longer."""
+
+from dataclasses import replace
+
+import pytest
+
+from homeport_proxy.routing.cost import prefill_s, shadow_factor, tiered_prefill_s
+from homeport_proxy.routing.disaggregate import best_prefill
+from homeport_proxy.routing.policies.cost import choose
+from homeport_proxy.routing.views import PlaceView, Rates, RoutingSettings
+from routing.routing_kit import request
+
+SETTINGS = RoutingSettings()
+FAST, SLOW = Rates(tokens_per_s=20_000.0), Rates(tokens_per_s=10_000.0)
+PROMPT = request("s", 300)
+TOKENS = PROMPT.prompt_tokens
+RHO = 0.8
+
+
+def place(name: str, rates: Rates, cached_tokens: int = 0, **more: object) -> PlaceView:
+    """A place that is up, in a cluster of load ``RHO``."""
+    view = PlaceView(name, name, "mixed", rates=rates, cached_tokens=cached_tokens, rho=RHO)
+    for key, value in more.items():
+        setattr(view, key, value)
+    return view
+
+
+def test_a_slow_engine_is_charged_for_its_own_seconds_only() -> None:
+    longer_s = prefill_s(SLOW, TOKENS, 0) - prefill_s(FAST, TOKENS, 0)
+    for wait_s, chosen in ((0.9 * longer_s, "fast"), (1.1 * longer_s, "slow")):
+        choice = choose(PROMPT, [place("fast", FAST, wait_s=wait_s), place("slow", SLOW)], 0.0, 0, SETTINGS)
+        assert choice.place.name == chosen
+        assert choice.costs["slow"].shadow_s == 0.0
+
+
+@pytest.mark.parametrize(("warm", "cold"), [(FAST, FAST), (FAST, SLOW), (SLOW, FAST)])
+def test_what_lies_elsewhere_is_charged_at_the_places_own_speed(warm: Rates, cold: Rates) -> None:
+    cached = TOKENS // 2
+    choice = choose(PROMPT, [place("warm", warm, cached), place("cold", cold)], 0.0, 0, SETTINGS)
+    again_s = prefill_s(cold, TOKENS, 0) - prefill_s(cold, TOKENS - cached, cached)
+    assert choice.costs["warm"].shadow_s == 0.0
+    assert choice.costs["cold"].shadow_s == pytest.approx(shadow_factor(SETTINGS, RHO) * again_s)
+
+
+def test_what_can_be_loaded_from_a_tier_is_not_lost_there() -> None:
+    rates = replace(FAST, load_tokens_per_s=100_000.0)
+    views = [place("tier", rates, host_tokens=TOKENS // 2), place("cold", rates)]
+    choice = choose(PROMPT, views, 0.0, 0, SETTINGS)
+    again_s = prefill_s(rates, TOKENS, 0) - tiered_prefill_s(rates, TOKENS, 0, TOKENS // 2)
+    assert choice.costs["tier"].shadow_s == 0.0
+    assert choice.costs["cold"].shadow_s == pytest.approx(shadow_factor(SETTINGS, RHO) * again_s)
+
+
+def test_a_slow_prefill_engine_is_charged_for_its_own_seconds_only() -> None:
+    longer_s = prefill_s(SLOW, TOKENS, 0) - prefill_s(FAST, TOKENS, 0)
+    for wait_s, chosen in ((0.9 * longer_s, "fast"), (1.1 * longer_s, "slow")):
+        plan = best_prefill(PROMPT, [place("fast", FAST, wait_s=wait_s), place("slow", SLOW)], 0.0, SETTINGS)
+        assert plan.place is not None
+        assert plan.place.name == chosen
