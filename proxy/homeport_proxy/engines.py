@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ import msgspec
 
 from homeport_engines.base import EngineAddress, KvTransfer
 from homeport_engines.registry import transfer_of
+from homeport_proxy.attention import within
 from homeport_proxy.config import Backend, ClientTls, Keyed, Region
 from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.headers import request_head
@@ -154,7 +154,7 @@ async def _mooncake_ids(pool: Pool, port: int) -> dict[int, str]:
     connection = await asking.acquire()
     try:
         connection.send(request_head("GET", "/query", origin.host_header, b"", 0), b"", answer)
-        async with asyncio.timeout(pool.connect_s):
+        async with within(pool.connect_s):
             _, body = await answer.finished()
         entries = msgspec.json.decode(body, type=dict[int, dict[str, msgspec.Raw]])
         return {rank: msgspec.json.decode(entry["engine_id"], type=str) for rank, entry in entries.items()}

@@ -1,4 +1,4 @@
-"""Deadlines of one leg: to the first token, then between bytes. One timer serves all legs."""
+"""Deadlines of one leg: to the first token, then between bytes. One alarm serves all legs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from homeport_proxy.attention import Alarm, given_back
 from homeport_proxy.relay import Relay
 from homeport_proxy.upstream import Connection
 
@@ -18,33 +19,38 @@ LOOK_EVERY_S = 0.05
 
 
 class Watch:
-    """All who wait for an engine now. Their one timer is set to the earliest deadline; setting and ending a timer for
+    """All who wait for an engine now. Their one alarm is set to the earliest deadline; setting and ending a timer for
     each leg took 3 % of a short request's time."""
 
     def __init__(self) -> None:
         self._due_s: dict[Patience, float] = {}
-        self._timer: asyncio.TimerHandle | None = None
         self._look_s = math.inf
+        self._alarm = Alarm(self._look)
 
     def begin(self, patience: Patience, due_s: float) -> None:
         """Ask it when ``due_s`` has come."""
         self._due_s[patience] = due_s
         if due_s < self._look_s:
-            self._look_at(due_s)
+            self._look_s = due_s
+            self._alarm.set(due_s)
 
     def end(self, patience: Patience) -> None:
         """Its leg is over."""
         self._due_s.pop(patience, None)
 
-    def _look_at(self, at_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._look_s = at_s
-        self._timer = asyncio.get_running_loop().call_at(at_s, self._look)
+    def _look(self, now_s: float, lost_s: float) -> float:
+        if lost_s:
+            for patience, due_s in self._due_s.items():
+                self._due_s[patience] = given_back(due_s, now_s, lost_s)
+                patience.excuse(now_s, lost_s)
+        elif now_s >= self._look_s:
+            self._ask(now_s)
+        elif self._due_s:
+            return self._look_s
+        self._look_s = max(min(self._due_s.values()), now_s + LOOK_EVERY_S) if self._due_s else math.inf
+        return self._look_s
 
-    def _look(self) -> None:
-        self._timer, self._look_s = None, math.inf
-        now_s = asyncio.get_running_loop().time()
+    def _ask(self, now_s: float) -> None:
         for patience in [one for one, due_s in self._due_s.items() if due_s <= now_s]:
             due_s = patience.ask(now_s)
             if patience not in self._due_s:
@@ -53,8 +59,6 @@ class Watch:
                 del self._due_s[patience]
             else:
                 self._due_s[patience] = due_s
-        if self._due_s:
-            self._look_at(max(min(self._due_s.values()), now_s + LOOK_EVERY_S))
 
 
 class Patience:
@@ -62,7 +66,7 @@ class Patience:
 
     Before the first token: after ``first_token_s``, if ``overdue()`` then says so, else asked again after the
     shorter of the two times. After it: when nothing came for ``idle_s``; time in which the client holds the engine
-    back does not count.
+    back does not count. Neither does time in which this process did not run.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class Patience:
         self._first_token_s = first_token_s
         self._idle_s = idle_s
         self._relay = relay
-        self._started_s = asyncio.get_running_loop().time()
+        self._started_s = self._heard_s = asyncio.get_running_loop().time()
         self._stalled_since_s: float | None = None
         watch.begin(self, self._started_s + self._next_s())
 
@@ -91,6 +95,11 @@ class Patience:
 
     def _next_s(self) -> float:
         return self._first_token_s if self._idle_s is None else min(self._first_token_s, self._idle_s)
+
+    def excuse(self, now_s: float, lost_s: float) -> None:
+        """For so long nobody here could hear the engine."""
+        self._started_s = min(now_s, self._started_s + lost_s)
+        self._heard_s = min(now_s, max(self._heard_s, self._connection.last_byte_s) + lost_s)
 
     def ask(self, now_s: float) -> float | None:
         """When to ask again; None after giving up."""
@@ -109,7 +118,7 @@ class Patience:
             stalled = now_s - self._stalled_since_s >= CLIENT_STALL_S
             return None if stalled else now_s + idle_s, "the client left its answer unread"
         self._stalled_since_s = None
-        due_s = self._connection.last_byte_s + idle_s
+        due_s = max(self._connection.last_byte_s, self._heard_s) + idle_s
         return due_s if due_s > now_s else None, f"no byte for {idle_s:g} s"
 
     def _before_token(self, now_s: float) -> tuple[float | None, str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
+from homeport_proxy.attention import within
 from homeport_proxy.config import Config, ConfigError, Region
 from homeport_proxy.exchange import Exchange
 from homeport_proxy.probe import client_tls, reason_of, request_headers
@@ -251,7 +252,7 @@ class Regions:
         began_s = self._clock()
         try:
             async with (
-                asyncio.timeout(self._config.health.timeout_s),
+                within(self._config.health.timeout_s),
                 self._session.get(
                     f"{peer.url}/homeport/v1/region",
                     headers=peer.headers(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import ssl
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import aiohttp
 
 from homeport.fingerprint import JsonValue
 from homeport_engines.registry import kind
+from homeport_proxy.attention import within
 from homeport_proxy.config import Backend, ClientTls, ConfigError, Keyed
 from homeport_proxy.splice import document_of
 
@@ -124,7 +124,7 @@ class Prober:
         try:
             tls = self._context(backend)
             async with (
-                asyncio.timeout(self.timeout_s),
+                within(self.timeout_s),
                 self._session.get(
                     backend.url + path,
                     headers=request_headers(backend, backend.headers),

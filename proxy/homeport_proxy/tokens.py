@@ -17,6 +17,7 @@ import msgspec
 from homeport_engines.base import BodyEdits
 from homeport_engines.registry import kind
 from homeport_engines.vllm.kv import block_hashes
+from homeport_proxy.attention import within
 from homeport_proxy.control import Control
 from homeport_proxy.engines import Engine, Engines
 from homeport_proxy.exchange import Exchange
@@ -141,7 +142,7 @@ class TokenBlocks:
         assert engine.member is not None, "an engine of ours"
         rest_s = REST_S
         try:
-            async with asyncio.timeout(within_s):
+            async with within(within_s):
                 status, tokens = await self._ask(engine, engine.member, job)
             if status not in _NOT_OFFERED:
                 return tokens

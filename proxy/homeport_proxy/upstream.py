@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from homeport_proxy.attention import within
+
 IDLE_S = 4.0
 MAX_HEAD_BYTES = 1024 * 1024
 RawHeaders = Sequence[tuple[bytes, bytes]]
@@ -310,7 +312,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         origin = self.origin
         try:
-            async with asyncio.timeout(self.connect_s):
+            async with within(self.connect_s):
                 _, connection = await loop.create_connection(
                     lambda: Connection(self, loop), origin.host, origin.port, ssl=origin.tls
                 )
