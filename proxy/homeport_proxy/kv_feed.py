@@ -2,8 +2,9 @@
 
 ``kv_events: auto`` asks vLLM's ``/kv_event_sources``, which gives the publisher's settings by data-parallel rank
 (``{"0": {"endpoint", "replay_endpoint", "topic", ...}}``, vLLM 0.32); an engine that has none is simply not followed,
-and the approximate index serves it. One that names an address where nobody publishes is told of: vLLM binds only a
-wildcard's port (``tcp://*:5557``) or a local socket, and to any other address it connects.
+and the approximate index serves it. One that does not answer is asked again. One that names an address where nobody
+publishes is told of: vLLM binds only a wildcard's port (``tcp://*:5557``) or a local socket, and to any other address
+it connects.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 SILENT_S = 10.0
 """How long a publisher may be unreachable before it is told of; an engine that starts binds its socket early."""
+ASK_AGAIN_S = 5.0
+"""How soon an engine is asked again for its sources after it did not answer."""
 
 
 class Follower(Protocol):
@@ -68,6 +71,11 @@ class KvFeed:
         self._asked: dict[str, object] = {}
         self._asking: set[asyncio.Task[None]] = set()
 
+    @property
+    def asking(self) -> int:
+        """Backends that have not yet told where they publish."""
+        return len(self._asking)
+
     def backend_is_up(self, member: Member, router: Follower, *, again: bool) -> None:
         """A backend answers: find its sources and follow them; ``again``: ask also when nothing of it changed."""
         subject = (tuple(member.place_names()), member.backend.kv_events)
@@ -78,7 +86,7 @@ class KvFeed:
             self.forget(member.name)
             self._asked[member.name] = subject
             return
-        task = asyncio.get_running_loop().create_task(self._begin(member, router))
+        task = asyncio.get_running_loop().create_task(self._begin(member, router, subject))
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
@@ -104,8 +112,11 @@ class KvFeed:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _begin(self, member: Member, router: Follower) -> None:
-        sources = await sources_of(member.backend, self._timeout_s)
+    async def _begin(self, member: Member, router: Follower, subject: object) -> None:
+        while (sources := await sources_of(member.backend, self._timeout_s)) is None:
+            await asyncio.sleep(ASK_AGAIN_S)
+            if self._asked.get(member.name) is not subject:
+                return  # it left, or is asked anew
         places = member.place_names()
         for source in sources:
             place = places[source.rank] if 0 <= source.rank < len(places) else None
@@ -153,8 +164,9 @@ def _subject(place: str) -> str:
     return f"kv events of {place}"
 
 
-async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:
-    """The backend's event sources, as configured or as the engine tells; none when it publishes nothing."""
+async def sources_of(backend: Backend, timeout_s: float) -> list[Source] | None:
+    """The backend's event sources, as configured or as the engine tells: empty when it publishes nothing, None when it
+    did not answer."""
     host = urlsplit(backend.url).hostname or ""
     if isinstance(backend.kv_events, KvEventSource):
         count = backend.data_parallel if isinstance(backend.data_parallel, int) else 1
@@ -176,7 +188,10 @@ async def sources_of(backend: Backend, timeout_s: float) -> list[Source]:
             )
             for rank, entry in by_rank.items()
         ]
-    except (ProbeError, ValueError, KeyError, TypeError, AttributeError):
+    except ProbeError as error:
+        unanswered = error.status is None or (error.status >= 500 and not error.no_such_page)
+        return None if unanswered else []
+    except (ValueError, KeyError, TypeError, AttributeError):
         return []
 
 

@@ -14,9 +14,10 @@ import zmq
 from aiohttp import web
 
 from emulator.emulating import fast
-from homeport_engines.emulator import Emulator
+from homeport_engines.emulator import Emulator, Fault
 from homeport_engines.vllm.kv import BlockStored, KvBatch
 from homeport_proxy import config as cfg
+from homeport_proxy import kv_feed
 from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.kv_feed import KvFeed, Source, _reachable, sources_of
 from homeport_proxy.local.checks import free_port
@@ -74,6 +75,34 @@ async def test_an_engine_is_followed_by_what_it_tells() -> None:
             assert router.followed == {"d0": False}
         finally:
             await feed.stop()
+
+
+async def test_an_engine_that_did_not_say_where_it_publishes_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_feed, "ASK_AGAIN_S", 0.01)
+    router, feed = Router(), KvFeed(0.2)
+    async with Emulator(fast()) as emulated:
+        silent = emulated.faults.add(Fault("hang", path="/kv_event_sources"))
+        broken = emulated.faults.add(Fault("status", path="/kv_event_sources", status=503))
+        try:
+            feed.backend_is_up(member(emulated.url), router, again=True)
+            await until(lambda: router.connected)
+            assert (silent.done, broken.done, router.followed) == (1, 1, {"d0": True})
+        finally:
+            emulated.faults.clear()
+            await feed.stop()
+
+
+async def test_an_engine_that_left_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_feed, "ASK_AGAIN_S", 0.01)
+    router, feed = Router(), KvFeed(5.0)
+    async with Emulator(fast()) as emulated:
+        broken = emulated.faults.add(Fault("status", path="/kv_event_sources", status=503, times=None))
+        feed.backend_is_up(member(emulated.url), router, again=True)
+        await until(lambda: broken.done > 1)
+        feed.forget("d0")
+        await until(lambda: not feed.asking)
+        await feed.stop()
+    assert router == Router()
 
 
 async def test_an_engine_without_events_is_left_alone() -> None:
