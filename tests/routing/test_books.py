@@ -26,13 +26,14 @@ def test_any_order_of_events_ends_with_empty_books(steps: list[tuple[str, int, i
     fleet = Fleet(*specs, settings=RoutingSettings(late_binding=late))
     router = fleet.router
     tickets: list[Ticket] = []
+    decided: list[Ticket] = []
     for action, index, size in steps:
         fleet.now_s += 0.05 * index
         ticket = tickets[index % len(tickets)] if tickets else None
         if action == "arrive":
             tickets.append(router.arrive(request(f"s{index}", size), fleet.now_s))
         elif action == "due":
-            router.due(fleet.now_s)
+            decided += router.due(fleet.now_s)
         elif action in ("down", "up"):
             router.set_state(specs[index % len(specs)].name, action, fleet.now_s)  # type: ignore[arg-type]
         elif ticket is None:
@@ -51,6 +52,7 @@ def test_any_order_of_events_ends_with_empty_books(steps: list[tuple[str, int, i
             router.prefill_done(ticket, fleet.now_s, 0)
         elif action == "without":
             router.without_prefill(ticket, fleet.now_s, "prefill engine is gone")
+    assert len(decided) == len(set(decided)), "nobody is sent twice"
     for ticket in tickets:
         router.cancel(ticket, fleet.now_s)
         router.cancel(ticket, fleet.now_s)

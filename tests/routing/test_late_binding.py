@@ -198,3 +198,18 @@ def test_the_overload_guard_holds_new_sessions_and_lets_running_ones_on() -> Non
     fleet.ask(request("running", 171))
     fleet.router.finish_session("running", fleet.now_s)
     assert fleet.router.due(fleet.now_s) == [new]
+
+
+def test_who_was_served_while_others_were_placed_anew_is_not_sent_twice() -> None:
+    fleet = Fleet(spec("d0"))
+    blocker = busy(fleet)
+    waiting = held(fleet, ("a", 4), ("b", 5), ("c", 6))
+    assert fleet.router.due(fleet.now_s) == []
+    fleet.router.set_state("d0", "down", fleet.now_s)  # everything is down: it is tried all the same
+    fleet.now_s += 10.0
+    fleet.router.first_token(blocker, fleet.now_s)
+    assert fleet.router.due(fleet.now_s) == waiting
+    assert [ticket.attempts for ticket in waiting] == [("d0",)] * 3
+    for ticket in (blocker, *waiting):
+        fleet.router.cancel(ticket, fleet.now_s)
+    assert fleet.empty()

@@ -190,8 +190,7 @@ class Router:
             place = self._places.get(name)
             if place is None or place.state not in ("up", "unknown"):
                 for held in list(self._queues.at(name)):
-                    self._queues.remove(held)
-                    decided += self._decide_anew(held.ticket, held.since_s, now_s)
+                    decided += self._place_anew(held, now_s)
         for name in list(self._queues.waiting()):
             decided += self._serve(name, now_s)
         if len(self._queues):
@@ -539,7 +538,7 @@ class Router:
         for held in list(self._queues.movable()):
             costs = held.decision.costs
             own = costs.get(held.decision.place)
-            if own is None or held.begun or held.place != held.decision.place:
+            if own is None or held.begun or held.out or held.place != held.decision.place:
                 continue
             wait_s = self._places[held.place].load.prefill_left_s(now_s) + self._queues.ahead_s(held)
             for name in idle:
@@ -547,13 +546,19 @@ class Router:
                 if other is None:
                     continue
                 if other.prefill_s + other.shadow_s < wait_s + own.prefill_s + own.shadow_s:
-                    self._queues.remove(held)
-                    decided += self._decide_anew(held.ticket, held.since_s, now_s)
+                    decided += self._place_anew(held, now_s)
                     idle = [name for name in idle if self._places[name].load.backlog_s(now_s) <= below]
                     break
             if not idle:
                 break
         return decided
+
+    def _place_anew(self, held: Held, now_s: float) -> list[Ticket]:
+        """Decide a held request again, unless it was served meanwhile: placing one anew may let others go."""
+        if held.out:
+            return []
+        self._queues.remove(held)
+        return self._decide_anew(held.ticket, held.since_s, now_s)
 
     def _decide_anew(self, ticket: Ticket, since_s: float, now_s: float) -> list[Ticket]:
         """Decide a held request again; returns it when it went to an engine at once, or was refused."""
