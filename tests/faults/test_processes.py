@@ -103,6 +103,11 @@ class Fleet:
         async with self.http.get(self.programs[name].url + "/emulator/books") as answer:
             return json.loads(await answer.read())
 
+    async def hang(self, name: str) -> None:
+        """Let an engine take requests and never get on with them, so that it is at work however late one looks."""
+        async with self.http.post(self.programs[name].url + "/emulator/hang") as answer:
+            assert answer.status == 200
+
     async def at_work(self, name: str) -> None:
         """Wait until an engine computes something."""
         async with asyncio.timeout(20):
@@ -175,6 +180,8 @@ async def test_signal(who: str, number: signal.Signals, when: str, stream: bool,
         victim = "p0" if who == "prefill" else home
         if when == "before":
             fleet.programs[victim].signal(number)
+        elif when == "computing":
+            await fleet.hang(victim)
         # long enough that a busy machine does not miss it
         asked = asyncio.ensure_future(fleet.ask(stream=stream, tokens=400 if when == "generating" else 40))
         if when == "computing":
