@@ -39,14 +39,15 @@ class Watch:
         self._due_s.pop(patience, None)
 
     def _look(self, now_s: float, lost_s: float) -> float:
+        if not lost_s and now_s < self._look_s and self._due_s:
+            return self._look_s
+        self._look_s = math.inf  # whatever happens below, the next leg sets the alarm
         if lost_s:
             for patience, due_s in self._due_s.items():
                 self._due_s[patience] = given_back(due_s, now_s, lost_s)
                 patience.excuse(now_s, lost_s)
-        elif now_s >= self._look_s:
+        else:
             self._ask(now_s)
-        elif self._due_s:
-            return self._look_s
         self._look_s = max(min(self._due_s.values()), now_s + LOOK_EVERY_S) if self._due_s else math.inf
         return self._look_s
 
