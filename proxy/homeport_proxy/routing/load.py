@@ -33,6 +33,7 @@ class PlaceLoad:
         "fresh_tokens_per_s",
         "prefill_tokens",
         "requests",
+        "weighed",
         "window_s",
     )
 
@@ -51,6 +52,8 @@ class PlaceLoad:
         """Of each prefill's predicted seconds the part that does not grow with the prompt."""
         self.burden_s = 0.0
         """A coarse measure to sort places by: prefill sent and offered lately, requests in flight (s)."""
+        self.weighed: set[PlaceLoad] = set()
+        """Where to note that it changed."""
         self._fresh = 0.0
         self._fresh_since_s = 0.0
         self.fresh_tokens_per_s = 0.0
@@ -153,6 +156,7 @@ class PlaceLoad:
 
     def _weigh(self) -> None:
         self.burden_s = self._queued_s + self._offered_s / self.window_s + 0.01 * self.requests
+        self.weighed.add(self)
 
     def show(self, view: PlaceView, now_s: float) -> None:
         """Bring a view's figures of load up to ``now_s``."""

@@ -396,7 +396,7 @@ class Router:
 
     def _views(self, request: RequestView, session: Session, exclude: Collection[str], now_s: float) -> list[PlaceView]:
         index, queues, home = self._index, self._queues, session.home
-        eligible = self._shortlist.eligible(self._places, request)
+        eligible = self._shortlist.eligible(request)
         if exclude:
             names = set(exclude)
             eligible = [one for one in eligible if not names & {one.spec.name, one.spec.backend}]

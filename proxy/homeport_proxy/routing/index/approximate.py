@@ -34,6 +34,7 @@ class ApproximateIndex:
         if place not in self._blocks:
             self._blocks[place] = PrefixLru(1, self._tree, place)
             self._tokens_per_block[place] = 0.0
+            self._tree.joined_or_left()
 
     def drop_place(self, place: str) -> None:
         """A place left for good."""
@@ -41,6 +42,7 @@ class ApproximateIndex:
             return
         self.forget(place)
         del self._blocks[place], self._kv_tokens[place], self._tokens_per_block[place]
+        self._tree.joined_or_left()
 
     def forget(self, place: str) -> None:
         """A place lost its cache (restart)."""
@@ -65,10 +67,9 @@ class ApproximateIndex:
             holds, end = run.holds, depth + common
             if mostly == depth and 2 * len(holds) > len(self._blocks):
                 mostly = end  # who holds less is told apart, and who does not follow any further
-                for place in self._blocks.keys() - holds.keys() - reach.keys():
-                    reach[place] = depth
-                for place in [place for place, hold in holds.items() if hold.length < common]:
-                    reach[place] = depth + holds[place].length
+                for place, length in run.short(self._blocks.keys()).items():
+                    if length < common and place not in reach:
+                        reach[place] = depth + length
             else:
                 for place, hold in holds.items():
                     reach[place] = end if hold.length >= common else depth + hold.length

@@ -59,6 +59,7 @@ class PrefixLru:
             if hold.length < length:
                 fresh += length - hold.length
                 hold.length = length
+                run.changed()
         self._blocks += fresh
         return fresh
 
@@ -75,6 +76,7 @@ class PrefixLru:
                 self.gone.extend(reversed(run.keys[held - spared : held]))
             self._blocks -= spared
             hold.length -= spared
+            run.changed()
             if not hold.length:
                 hold.unlink()
                 del run.holds[self.name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 BYTES_PER_KEY = 9
 BYTES_PER_RUN = 420
@@ -15,13 +15,26 @@ holds, its first key and its slot in the tree, one place's hold of a run with it
 class Run:
     """Consecutive blocks that were always sent together: the keys of a stretch of one or many prompts."""
 
-    __slots__ = ("children", "holds", "keys", "parent")
+    __slots__ = ("_short", "children", "holds", "keys", "parent")
 
     def __init__(self, keys: array[int], parent: Run | None) -> None:
         self.keys = keys
         self.parent = parent
         self.children = 0
         self.holds: dict[str, Hold] = {}
+        self._short: Mapping[str, int] | None = None
+
+    def short(self, places: Collection[str]) -> Mapping[str, int]:
+        """How much each of ``places`` holds that does not hold all of it; looked up once, until ``changed``."""
+        if self._short is None:
+            size, holds = len(self.keys), self.holds
+            held = {place: holds[place].length if place in holds else 0 for place in places}
+            self._short = {place: length for place, length in held.items() if length < size}
+        return self._short
+
+    def changed(self) -> None:
+        """Its keys are others now, or who holds how much of it, or which places there are."""
+        self._short = None
 
     def common(self, keys: Sequence[int], depth: int) -> int:
         """How many of this run's keys are ``keys[depth:]``'s first ones; the first one is known to be."""
@@ -78,6 +91,11 @@ class PrefixTree:
     def bytes(self) -> int:
         """Estimated memory, bytes."""
         return self.keys * BYTES_PER_KEY + len(self._starts) * BYTES_PER_RUN + self.holds * BYTES_PER_HOLD
+
+    def joined_or_left(self) -> None:
+        """The places that there are have changed."""
+        for run in self._starts.values():
+            run.changed()
 
     def path(self, keys: Sequence[int]) -> list[tuple[Run, int]]:
         """The runs that ``keys`` go through, each with how many of its keys are theirs; not to be changed.
@@ -155,6 +173,7 @@ class PrefixTree:
         del self._starts[run.keys[0]]
         self._starts[upper.keys[0]] = run
         run.keys = upper.keys + run.keys
+        run.changed()
         run.parent = upper.parent
 
     def _grow(self, path: list[tuple[Run, int]], keys: Sequence[int], depth: int) -> None:
@@ -164,6 +183,7 @@ class PrefixTree:
         parent = path[-1][0] if path else self._root
         if path and not parent.children:
             parent.keys.extend(tail)
+            parent.changed()
             path[-1] = (parent, len(parent.keys))
             return
         parent.children += 1
@@ -179,6 +199,7 @@ class PrefixTree:
         self._starts[run.keys[at]] = run
         run.keys = run.keys[at:]
         run.parent = upper
+        run.changed()
         for place, hold in list(run.holds.items()):
             if hold.length <= at:
                 del run.holds[place]
