@@ -473,7 +473,7 @@ def decision_log(config: Config) -> BackgroundWriter[DecisionRecord] | None:
     def write(record: DecisionRecord) -> None:
         file.write(dump_decision(record))
 
-    return BackgroundWriter("decisions", write)
+    return BackgroundWriter("decisions", write, file.close)
 
 
 def _changed_ns(path: Path | None) -> int | None:

@@ -105,14 +105,14 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_slow_disk_drops_and_says_so() -> None:
     gate, begun = threading.Event(), threading.Event()
-    written: list[int] = []
+    written: list[int | str] = []
 
     def write(item: int) -> None:
         begun.set()
         gate.wait(20)
         written.append(item)
 
-    writer = BackgroundWriter("test", write, max_pending=2)
+    writer = BackgroundWriter("test", write, lambda: written.append("finished"), max_pending=2)
     writer.put(0)
     assert begun.wait(20)
     for item in range(1, 6):
@@ -120,7 +120,7 @@ def test_a_slow_disk_drops_and_says_so() -> None:
     assert writer.degraded("log") == ["log: 3 dropped, the disk is too slow"]
     gate.set()
     writer.close()
-    assert written == [0, 1, 2]
+    assert written == [0, 1, 2, "finished"]
 
 
 def test_a_failing_disk_is_told_and_may_recover() -> None:
@@ -130,12 +130,12 @@ def test_a_failing_disk_is_told_and_may_recover() -> None:
         if failing[0]:
             raise OSError("no space left")
 
-    writer = BackgroundWriter("test", write)
+    writer = BackgroundWriter("test", write, lambda: None)
     writer.put(1)
     writer.close()
     assert writer.degraded("log") == ["log: OSError: no space left"]
     failing[0] = False
-    again = BackgroundWriter("test", write)
+    again = BackgroundWriter("test", write, lambda: None)
     again.put(1)
     again.close()
     assert again.degraded("log") == []

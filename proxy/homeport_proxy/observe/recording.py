@@ -23,10 +23,10 @@ class Recorder:
         self._writer: BackgroundWriter[Line] | None = None
         if settings.file is not None:
             try:
-                self._file = RecordWriter(settings.file, text=settings.text)
+                file = RecordWriter(settings.file, text=settings.text)
             except OSError as error:
                 raise ConfigError([f"record.file: cannot write {settings.file}: {error.strerror or error}"]) from None
-            self._writer = BackgroundWriter("record", self._file.write, max_pending=MAX_PENDING)
+            self._writer = BackgroundWriter("record", file.write, file.close, max_pending=MAX_PENDING)
 
     def __call__(self, exchange: Exchange) -> None:
         """Record one finished request."""
@@ -41,7 +41,6 @@ class Recorder:
         """Write what waits and close the file. Blocks."""
         if self._writer is not None:
             self._writer.close()
-            self._file.close()
 
 
 def line_of(exchange: Exchange) -> Line:

@@ -16,13 +16,17 @@ T = TypeVar("T")
 class BackgroundWriter(Generic[T]):
     """Gives items to ``write`` one after another. At most ``max_pending`` wait; further ones are dropped and counted.
 
-    ``fault`` says the last failure of ``write`` in words, None while all is well.
+    ``finish`` is called when the last is written (to close the file). ``fault`` says the last failure of ``write`` in
+    words, None while all is well.
     """
 
-    def __init__(self, name: str, write: Callable[[T], None], *, max_pending: int = 1024) -> None:
+    def __init__(
+        self, name: str, write: Callable[[T], None], finish: Callable[[], None], *, max_pending: int = 1024
+    ) -> None:
         self.dropped = 0
         self.fault: str | None = None
         self._write = write
+        self._finish = finish
         self._queue: queue.Queue[T | None] = queue.Queue(max_pending)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -35,7 +39,7 @@ class BackgroundWriter(Generic[T]):
             self.dropped += 1
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Write what waits, then end the thread. Blocks."""
+        """Write what waits, finish, and end the thread. Blocks."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -53,3 +57,4 @@ class BackgroundWriter(Generic[T]):
                 if self.fault is None:
                     log.error("%s: %s", self._thread.name, error)
                 self.fault = f"{type(error).__name__}: {error}"
+        self._finish()
