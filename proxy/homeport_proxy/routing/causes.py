@@ -34,14 +34,22 @@ def _positions(blocks: int) -> tuple[int, ...]:
 
 class PromptTrace:
     """A prompt remembered by a few of its chained block keys, 32 bits of each: enough to tell how far the next repeats
-    it (a wrong key passes once in four thousand million)."""
+    it (a wrong key passes once in four thousand million). All keys are kept until ``condense``, which is for when the
+    prompt's request is over: its caller has them as long anyway."""
 
-    __slots__ = ("_blocks", "_keys", "tokens")
+    __slots__ = ("_blocks", "_condensed", "_keys", "tokens")
 
     def __init__(self, keys: Sequence[int], tokens: int) -> None:
         self._blocks = len(keys)
         self.tokens = tokens
-        self._keys = array("I", [keys[position] & _LOW_BITS for position in _positions(self._blocks)])
+        self._keys = keys
+        self._condensed = False
+
+    def condense(self) -> None:
+        """Keep only what is remembered."""
+        if not self._condensed:
+            self._keys = array("I", [self._keys[position] & _LOW_BITS for position in _positions(self._blocks)])
+            self._condensed = True
 
     def continued_tokens(self, keys: Sequence[int]) -> int | None:
         """Tokens of a later prompt that continues this one, at this one's tokens per block; None when it does not."""
@@ -55,6 +63,7 @@ class PromptTrace:
             return 0
         if self._continued_by(keys):
             return min(self.tokens, tokens)  # a plain continuation: the unfinished last block is repeated as well
+        self.condense()
         depth = 0
         for position, key in zip(_positions(self._blocks), self._keys, strict=True):
             if position >= len(keys) or keys[position] & _LOW_BITS != key:
@@ -63,7 +72,7 @@ class PromptTrace:
         return min(self.tokens * depth // self._blocks, tokens)
 
     def _continued_by(self, keys: Sequence[int]) -> bool:
-        return len(keys) >= self._blocks and keys[self._blocks - 1] & _LOW_BITS == self._keys[-1]
+        return len(keys) >= self._blocks and (keys[self._blocks - 1] ^ self._keys[-1]) & _LOW_BITS == 0
 
 
 class Sight(msgspec.Struct, frozen=True):

@@ -65,10 +65,14 @@ def _expected(place: PlaceView) -> int | None:
     return None if place.cached_tokens is None else place.expected_cached_tokens
 
 
-def _usable(places: Sequence[PlaceView], home: PlaceView | None) -> list[PlaceView]:
+def _usable(places: Sequence[PlaceView], home: PlaceView | None) -> Sequence[PlaceView]:
     # nearly always so: one look instead of the lists below, which would all be this one
-    if all(place.state == "up" and not place.cooling and place.role == "mixed" for place in places) and places:
-        return list(places)
+    for place in places:
+        if place.state not in ("up", "unknown") or place.cooling or place.role != "mixed":
+            break
+    else:
+        if places:
+            return places
     hosts = [place for place in places if place.role != "prefill"]
     if not hosts:
         raise NoPlaceError("no backend that can decode serves this model")

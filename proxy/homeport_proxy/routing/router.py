@@ -621,6 +621,8 @@ class Router:
         self._let_go(flight, now_s)
         if ticket in self._guarded:
             self._guarded.remove(ticket)
+        if flight.trace is not None:
+            flight.trace.condense()
         self._sessions.release(flight.session, now_s, renew=ticket.request.kind != "side")
         if ticket.request.final:
             self._sessions.finish(flight.session.name)

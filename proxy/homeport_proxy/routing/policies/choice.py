@@ -20,7 +20,7 @@ class Choice:
 
 def best(session: str, scored: Sequence[tuple[float, PlaceView]], tolerance: float = 1e-9) -> PlaceView:
     """The place of the lowest score; among equals (within ``tolerance``) the session's rendezvous choice."""
-    lowest = min(score for score, _ in scored)
+    lowest = min([score for score, _ in scored])
     equals = [place for score, place in scored if score <= lowest + tolerance]
     if len(equals) == 1:
         return equals[0]
