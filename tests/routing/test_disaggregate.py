@@ -29,6 +29,22 @@ def test_a_new_prompt_is_prefilled_apart_and_a_small_turn_where_it_decodes() -> 
     assert fleet.empty()
 
 
+@pytest.mark.parametrize("left", ["d0", "d1"])
+def test_a_request_that_waits_for_its_prefill_is_placed_anew_when_its_decode_place_leaves(left: str) -> None:
+    fleet = Fleet(*PAIR, spec("d1", "decode"))
+    busy = fleet.start(request("busy", 400))
+    waiting = fleet.router.arrive(request("late", 400), 0.0)
+    assert waiting not in fleet.router.due(0.0)
+    fleet.router.set_places([PAIR[0], spec(left, "decode")])
+    fleet.router.prefill_done(busy, 1.0, 0)
+    assert waiting in fleet.router.due(1.0)
+    assert waiting.decision is not None
+    assert waiting.decision.place == left
+    for ticket in (busy, waiting):
+        fleet.router.cancel(ticket, 2.0)
+    assert fleet.empty()
+
+
 def test_an_answer_that_is_not_streamed_leaves_its_prompt_at_the_decode_engine_too() -> None:
     fleet = Fleet(*PAIR)
     ticket = fleet.start(request("s", 100))

@@ -484,6 +484,9 @@ class Router:
         while (held := self._queues.first(name, now_s)) is not None:
             if not load.takes(held.uncached_tokens, settings.hold_below_s, settings.step_tokens, now_s):
                 break
+            if held.decision.place not in self._places:  # it waits for a prefill place; where it was to decode is gone
+                decided += self._place_anew(held, now_s)
+                continue
             flight = self._flights[held.ticket]
             flight.held = None
             if (tokens := self._part_tokens(held, flight)) is not None:
