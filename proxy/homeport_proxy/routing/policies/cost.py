@@ -51,15 +51,16 @@ def choose(
 ) -> Choice:
     """The place of the lowest cost; ``places`` may include prefill places, which only serve decode places' prefills."""
     prefills = [place for place in places if place.role == "prefill"]
-    hosts = [place for place in places if place.role != "prefill"]
+    hosts = [place for place in places if place.role != "prefill"] if prefills else places
     rho = cluster_rho([place.rho for place in places if place.role != "decode"] or [place.rho for place in hosts])
     k = shadow_factor(settings, rho)
-    known = any(place.home for place in hosts)
-    tau_s = settings.tau_later_s if known else settings.tau_first_s
     prompt, output = request.prompt_tokens, request.expected_output_tokens
 
+    home: PlaceView | None = None
     parts: list[tuple[PlaceView, PlaceView, float, float, float, int]] = []
     for place in hosts:
+        if place.home:
+            home = place
         cached = int((place.cached_tokens or 0) * place.confidence)  # expected_cached_tokens, without a call per place
         if place.role == "decode" and prefills:
             plan = prefill_plan(request, place, prefills, now_s, settings)
@@ -72,9 +73,9 @@ def choose(
         parts.append((place, place, wait_s, work_s, 0.0, cached))
     most, most_cached = max([(cached + worker.host_tokens, cached) for _, worker, _, _, _, cached in parts])
 
+    tau_s = settings.tau_first_s if home is None else settings.tau_later_s
     costs: dict[str, Cost] = {}
     scored: list[tuple[float, PlaceView]] = []
-    home: PlaceView | None = None
     for place, worker, wait_s, work_s, transfer_s, cached in parts:
         colder = cached < most_cached or cached + worker.host_tokens < most
         shadow_s = k * wasted_s(work_s, worker.rates, prompt, most_cached, most - most_cached) if colder else 0.0
@@ -83,8 +84,6 @@ def choose(
         total_s = wait_s + work_s + shadow_s + load_s + transfer_s + slow_s + place.rtt_s
         costs[place.name] = Cost(total_s, wait_s, work_s, shadow_s, load_s, transfer_s, slow_s, place.rtt_s, cached)
         scored.append((total_s, place))
-        if place.home:
-            home = place
     chosen = best(request.session, scored, TIE_S)
     # what other proxies sent to a home is in no index here, so that it looks dearer than it is
     unseen = home is not None and home.unseen
