@@ -74,7 +74,7 @@ class Prefixes:
         except NotAnObjectError:  # its messages cannot be told apart as they stand
             return fingerprint.text_blocks(api, body, self._block_chars)
         self._keep(session, known)
-        return known.blocks
+        return known.blocks[:]  # the next request of the session may come while this one still waits
 
     def stands(self, session: str) -> int:
         """The end, within the list, of a session's messages but for its newest few; 1 when there are none."""

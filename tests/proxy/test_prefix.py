@@ -51,10 +51,13 @@ def grown(api: str, model: str, steps: list[Any]) -> Iterator[dict[str, Any]]:
 @given(API, MODEL, st.lists(STEP, min_size=1, max_size=12), st.integers(1, 30))
 def test_grown_keys_are_the_keys_of_the_whole(api: str, model: str, steps: list[Any], block_chars: int) -> None:
     prefixes = Prefixes(block_chars)
+    told = []
     for body in grown(api, model, steps):
         raws = raw_members(json.dumps(body).encode())
         found = prefixes.blocks(cast("Api", api), "s", Document(raws))
         assert list(found) == text_blocks(cast("Api", api), body, block_chars)
+        told.append((found, list(found)))
+    assert all(list(found) == first for found, first in told), "a later request changed the keys of an earlier one"
 
 
 def test_memory_is_bounded() -> None:
