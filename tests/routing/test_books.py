@@ -1,63 +1,98 @@
 """Load is taken before dispatch and let go once, whatever happens in between."""
 
+import contextlib
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from homeport_engines.base import EngineStats
 from homeport_proxy.routing.load import PlaceLoad
-from homeport_proxy.routing.views import RoutingSettings, Ticket
+from homeport_proxy.routing.views import NoPlaceError, RoutingSettings, Ticket
 from routing.routing_kit import Fleet, request, spec
 
-_STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["arrive", "due", "first", "end", "cancel", "again", "prefill", "without", "down", "up"]),
-        st.integers(0, 7),
-        st.integers(1, 400),
-    ),
-    max_size=60,
-)
+_ACTIONS = [
+    *("arrive", "arrive", "due", "due", "first", "end", "cancel", "again", "prefill", "without", "sliced"),
+    *("down", "up", "draining", "leave", "join", "restart", "cool", "finish"),
+]
+_STEPS = st.lists(st.tuples(st.sampled_from(_ACTIONS), st.integers(0, 7), st.integers(1, 400)), max_size=80)
+
+
+class Traffic:
+    """A fleet to which anything happens; ``tickets`` are all that ever arrived, ``decided`` what ``due`` gave back."""
+
+    def __init__(self, split: bool, settings: RoutingSettings) -> None:
+        self.specs = [spec(f"d{n}") for n in range(3)]
+        if split:
+            self.specs = [spec("p0", "prefill"), spec("p1", "prefill"), spec("d0", "decode"), spec("d1", "decode")]
+        self.fleet = Fleet(*self.specs, settings=settings)
+        self.here = list(self.specs)
+        self.tickets: list[Ticket] = []
+        self.decided: list[tuple[Ticket, int | None]] = []
+
+    def do(self, action: str, index: int, size: int) -> None:
+        """One step, somewhat later than the last."""
+        fleet, router = self.fleet, self.fleet.router
+        fleet.now_s += 0.05 * index
+        place = self.specs[index % len(self.specs)]
+        if action == "arrive":
+            one = request(f"s{index}", size, sliceable=size % 2 == 0, kind="side" if size % 7 == 0 else "main")
+            with contextlib.suppress(NoPlaceError):
+                self.tickets.append(router.arrive(one, fleet.now_s))
+        elif action == "due":
+            self.decided += [(ticket, ticket.part_tokens) for ticket in router.due(fleet.now_s)]
+        elif action in ("down", "up", "draining"):
+            router.set_state(place.name, action, fleet.now_s)  # type: ignore[arg-type]
+        elif action in ("leave", "join"):
+            self.here = [one for one in self.specs if (one in self.here or action == "join") and one is not place]
+            self.here += [place] if action == "join" else []
+            router.set_places(self.here)
+        elif action == "restart":
+            for total in (size, 0):
+                router.observe_stats(place.name, EngineStats(prefix_queries_tokens=total), fleet.now_s)
+        elif action == "cool":
+            router.cool(place.name, fleet.now_s + 0.2)
+        elif action == "finish":
+            router.finish_session(f"s{index}", fleet.now_s)
+        elif self.tickets:
+            self.go_on(action, self.tickets[index % len(self.tickets)], size)
+
+    def go_on(self, action: str, ticket: Ticket, size: int) -> None:
+        """Something happens to a request, in its time or out of it."""
+        router, now_s = self.fleet.router, self.fleet.now_s
+        ok = bool(size % 2)
+        if action == "first":
+            router.first_token(ticket, now_s)
+        elif action == "end":
+            router.finished(ticket, now_s, prompt_tokens=10, cached_tokens=1, output_tokens=1, ok=ok)
+        elif action == "cancel":
+            router.cancel(ticket, now_s)
+        elif action == "sliced":
+            router.sliced(ticket, now_s, cached_tokens=size, ok=ok)
+        elif ticket.decision is None or ticket.part_tokens is not None:
+            return
+        elif action == "again":
+            router.again(ticket, frozenset({ticket.decision.place}), now_s)
+        elif action == "prefill":
+            router.prefill_done(ticket, now_s, 0)
+        elif action == "without":
+            router.without_prefill(ticket, now_s, "prefill engine is gone")
 
 
 @given(_STEPS, st.booleans(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_order_of_events_ends_with_empty_books(steps: list[tuple[str, int, int]], split: bool, late: bool) -> None:
-    specs = [spec("p0", "prefill"), spec("p1", "prefill"), spec("d0", "decode"), spec("d1", "decode")]
-    if not split:
-        specs = [spec(f"d{n}") for n in range(3)]
-    fleet = Fleet(*specs, settings=RoutingSettings(late_binding=late))
-    router = fleet.router
-    tickets: list[Ticket] = []
-    decided: list[Ticket] = []
+    traffic = Traffic(split, RoutingSettings(late_binding=late, slice_s=0.2))
     for action, index, size in steps:
-        fleet.now_s += 0.05 * index
-        ticket = tickets[index % len(tickets)] if tickets else None
-        if action == "arrive":
-            tickets.append(router.arrive(request(f"s{index}", size), fleet.now_s))
-        elif action == "due":
-            decided += router.due(fleet.now_s)
-        elif action in ("down", "up"):
-            router.set_state(specs[index % len(specs)].name, action, fleet.now_s)  # type: ignore[arg-type]
-        elif ticket is None:
-            continue
-        elif action == "first":
-            router.first_token(ticket, fleet.now_s)
-        elif action == "end":
-            router.finished(ticket, fleet.now_s, prompt_tokens=10, cached_tokens=1, output_tokens=1, ok=bool(size % 2))
-        elif action == "cancel":
-            router.cancel(ticket, fleet.now_s)
-        elif ticket.decision is None:
-            continue
-        elif action == "again":
-            router.again(ticket, frozenset({ticket.decision.place}), fleet.now_s)
-        elif action == "prefill":
-            router.prefill_done(ticket, fleet.now_s, 0)
-        elif action == "without":
-            router.without_prefill(ticket, fleet.now_s, "prefill engine is gone")
-    assert len(decided) == len(set(decided)), "nobody is sent twice"
+        traffic.do(action, index, size)
+    fleet, router, tickets = traffic.fleet, traffic.fleet.router, traffic.tickets
+    sent = [ticket for ticket, part_tokens in traffic.decided if part_tokens is None]
+    assert len(sent) == len(set(sent)), "nobody is sent twice"
     for ticket in tickets:
         router.cancel(ticket, fleet.now_s)
         router.cancel(ticket, fleet.now_s)
     assert fleet.empty()
     assert router.due(fleet.now_s + 1000) == []
+    assert router.next_due_s(fleet.now_s + 1000) is None
 
 
 def test_prefill_load_goes_with_the_first_token_decode_load_at_the_end() -> None:

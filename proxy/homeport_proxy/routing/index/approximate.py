@@ -12,7 +12,7 @@ class ApproximateIndex:
     """Per place an LRU of canonical text blocks, all in one tree that stays within ``budget_bytes``.
 
     An engine's capacity counts tokens, text blocks count characters: the ratio is averaged over the requests seen
-    at each place.
+    at each place. A place that left the fleet holds nothing; requests that still run there may ask and tell of it.
     """
 
     def __init__(self, budget_bytes: int, default_kv_tokens: int) -> None:
@@ -46,14 +46,13 @@ class ApproximateIndex:
 
     def forget(self, place: str) -> None:
         """A place lost its cache (restart)."""
-        self._blocks[place].clear()
+        if (held := self._blocks.get(place)) is not None:
+            held.clear()
 
     def cached_tokens(self, place: str, request: RequestView) -> int:
         """Tokens of the prompt expected at ``place``; the last token is always computed."""
-        keys = request.prefix.text_blocks
-        if not keys:
-            return 0
-        depth = self._blocks[place].match(keys)
+        keys, held = request.prefix.text_blocks, self._blocks.get(place)
+        depth = held.match(keys) if keys and held is not None else 0
         return min(int(depth * tokens_per_text_block(request)), max(0, request.prompt_tokens - 1)) if depth else 0
 
     def cached_by_place(self, request: RequestView) -> Residency:
@@ -80,10 +79,9 @@ class ApproximateIndex:
 
     def sent(self, place: str, request: RequestView) -> None:
         """The request's prompt goes to ``place`` and will lie there."""
-        keys = request.prefix.text_blocks
-        if not keys:
+        keys, held = request.prefix.text_blocks, self._blocks.get(place)
+        if not keys or held is None:
             return
-        held = self._blocks[place]
         fresh = tokens_per_text_block(request)
         known = self._tokens_per_block[place]
         self._tokens_per_block[place] = mean = known + 0.05 * (fresh - known) if known else fresh
