@@ -7,7 +7,7 @@ The order inside a share is ``work - age_weight * age``. As ``age = now - since`
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -165,10 +165,10 @@ class VirtualQueues:
         queue = self._queues.get(place)
         return sum(map(len, queue.by_share.values())) if queue is not None else 0
 
-    def at(self, place: str) -> list[Held]:
-        """The requests held for ``place``."""
+    def at(self, place: str) -> Iterator[Held]:
+        """The requests held for ``place``, without those that leave while one goes through them."""
         queue = self._queues.get(place)
-        return [held for share in queue.by_share.values() for held in share] if queue is not None else []
+        return _still_held([held for share in queue.by_share.values() for held in share] if queue is not None else [])
 
     def ranks_and_works(self, place: str) -> tuple[list[float], list[float]]:
         """Sort keys and predicted prefill (s) of what is held for ``place``, in order; not to be changed."""
@@ -231,10 +231,15 @@ class VirtualQueues:
         return sum(queue.works[: bisect_left(queue.ranks, held.rank)])
 
     def movable(self, each: int = 4) -> Iterator[Held]:
-        """Of every share in every queue, the first few and the last few: who may gain by going elsewhere."""
-        for queue in list(self._queues.values()):
-            for share in list(queue.by_share.values()):
-                yield from (share[:each] + share[-each:] if len(share) > 2 * each else list(share))
+        """Of every share in every queue, the first few and the last few: who may gain by going elsewhere. Without those
+        that leave while one goes through them."""
+        shares = [share for queue in self._queues.values() for share in queue.by_share.values()]
+        few = [share[:each] + share[-each:] if len(share) > 2 * each else share for share in shares]
+        return _still_held([held for share in few for held in share])
+
+
+def _still_held(seen: Sequence[Held]) -> Iterator[Held]:
+    return (held for held in seen if not held.out)
 
 
 _NOTHING: list[float] = []

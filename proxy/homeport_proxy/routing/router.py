@@ -189,7 +189,7 @@ class Router:
         for name in list(self._queues.waiting()):
             place = self._places.get(name)
             if place is None or place.state not in ("up", "unknown"):
-                for held in list(self._queues.at(name)):
+                for held in self._queues.at(name):
                     decided += self._place_anew(held, now_s)
         for name in list(self._queues.waiting()):
             decided += self._serve(name, now_s)
@@ -538,10 +538,10 @@ class Router:
         if not idle:
             return []
         decided: list[Ticket] = []
-        for held in list(self._queues.movable()):
+        for held in self._queues.movable():
             costs = held.decision.costs
             own = costs.get(held.decision.place)
-            if own is None or held.begun or held.out or held.place != held.decision.place:
+            if own is None or held.begun or held.place != held.decision.place:
                 continue
             wait_s = self._places[held.place].load.prefill_left_s(now_s) + self._queues.ahead_s(held)
             for name in idle:
@@ -557,9 +557,7 @@ class Router:
         return decided
 
     def _place_anew(self, held: Held, now_s: float) -> list[Ticket]:
-        """Decide a held request again, unless it was served meanwhile: placing one anew may let others go."""
-        if held.out:
-            return []
+        """Decide a held request again. That may let others go."""
         self._queues.remove(held)
         return self._decide_anew(held.ticket, held.since_s, now_s)
 
