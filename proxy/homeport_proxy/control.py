@@ -41,7 +41,14 @@ from homeport_proxy.placer import LocalPlacer
 from homeport_proxy.region import RegionView
 from homeport_proxy.routing.decisions import dump as dump_decision
 from homeport_proxy.routing.router import Router
-from homeport_proxy.routing.views import DecisionRecord, PlaceStatus, RouterStatus, RoutingSettings, State
+from homeport_proxy.routing.views import (
+    USABLE,
+    DecisionRecord,
+    PlaceStatus,
+    RouterStatus,
+    RoutingSettings,
+    State,
+)
 from homeport_proxy.state import Alone, Drain, Load, RedisState
 from homeport_proxy.state import State as StateStore
 
@@ -384,7 +391,7 @@ class Control:
         waits = [
             place.prefill_tokens / place.rates.tokens_per_s
             for place in places
-            if place.state in ("up", "unknown") and place.role != "decode"
+            if place.state in USABLE and place.role != "decode"
         ]
         return RegionView(
             name=name,
@@ -415,7 +422,7 @@ class Control:
         return [
             f"no-prefill: no prefill backend of pool {pool} in {region} is usable; decode backends prefill themselves"
             for (region, pool), states in pools.items()
-            if not any(state in ("up", "unknown") for state in states)
+            if not any(state in USABLE for state in states)
         ]
 
     async def _watch_files(self) -> None:

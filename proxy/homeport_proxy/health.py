@@ -20,7 +20,7 @@ from homeport_proxy.breaker import Breaker, Result
 from homeport_proxy.config import Health as HealthSettings
 from homeport_proxy.fleet import Fleet, Member
 from homeport_proxy.probe import Alive, ProbeError, Prober
-from homeport_proxy.routing.views import State
+from homeport_proxy.routing.views import USABLE, State
 
 Part = Literal["prefill", "serve"]
 Telemetry = Callable[[str, str], Mapping[int, EngineStats]]
@@ -83,7 +83,7 @@ class Health:
     def ready(self) -> bool:
         """Every backend was probed once and one that can answer clients is usable."""
         serving = [m for m in self.fleet.members.values() if m.backend.role != "prefill"]
-        return self.started and any(self.state(m) in ("up", "unknown") for m in serving)
+        return self.started and any(self.state(m) in USABLE for m in serving)
 
     @property
     def started(self) -> bool:

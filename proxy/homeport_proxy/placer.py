@@ -12,6 +12,7 @@ from homeport_proxy.errors import overloaded
 from homeport_proxy.region import RegionView, ranking
 from homeport_proxy.routing.router import Router
 from homeport_proxy.routing.views import (
+    USABLE,
     Decision,
     NoPlaceError,
     Outcome,
@@ -262,6 +263,6 @@ class LocalPlacer:
 
 def _by_hash(status: RouterStatus, request: RequestView) -> str | None:
     """The place that rendezvous hashing names among those that can answer clients now."""
-    usable = [place for place in status.places.values() if place.role != "prefill" and place.state in ("up", "unknown")]
+    usable = [place for place in status.places.values() if place.role != "prefill" and place.state in USABLE]
     order = ranking(request.session, [RegionView(place.name) for place in usable])
     return order[0].name if order else None

@@ -6,7 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 from homeport_proxy.routing.disaggregate import prefill_plan
 from homeport_proxy.routing.policies import POLICIES, Choice, Policy
-from homeport_proxy.routing.views import Cost, Decision, NoPlaceError, PlaceView, RequestView, RoutingSettings, Word
+from homeport_proxy.routing.views import (
+    USABLE,
+    Cost,
+    Decision,
+    NoPlaceError,
+    PlaceView,
+    RequestView,
+    RoutingSettings,
+    Word,
+)
 
 
 def decide(
@@ -67,23 +76,19 @@ def _expected(place: PlaceView) -> int | None:
 
 def _usable(places: Sequence[PlaceView], home: PlaceView | None) -> Sequence[PlaceView]:
     # nearly always so: one look instead of the lists below, which would all be this one
-    for place in places:
-        if place.state not in ("up", "unknown") or place.cooling or place.role != "mixed":
-            break
-    else:
-        if places:
-            return places
+    if places and all(place.state in USABLE and not place.cooling and place.role == "mixed" for place in places):
+        return places
     hosts = [place for place in places if place.role != "prefill"]
     if not hosts:
         raise NoPlaceError("no backend that can decode serves this model")
-    open_hosts = [place for place in hosts if place.state in ("up", "unknown") or _bound(place)]
+    open_hosts = [place for place in hosts if place.state in USABLE or _bound(place)]
     if not open_hosts:
         open_hosts = [place for place in hosts if place.state == "down"]
         if not open_hosts:
             raise NoPlaceError("every backend of this model is draining; undrain one or add another")
     # an engine that asked for a pause gets no new sessions; its own sessions' next requests still come
     rested = [place for place in open_hosts if not place.cooling or place is home]
-    prefills = [place for place in places if place.role == "prefill" and place.state in ("up", "unknown")]
+    prefills = [place for place in places if place.role == "prefill" and place.state in USABLE]
     return (rested or open_hosts) + ([place for place in prefills if not place.cooling] or prefills)
 
 

@@ -27,6 +27,7 @@ from homeport_proxy.routing.shortlist import Shortlist
 from homeport_proxy.routing.slices import begun, part_tokens
 from homeport_proxy.routing.status import router_status, session_view
 from homeport_proxy.routing.views import (
+    USABLE,
     Decision,
     DecisionRecord,
     NoPlaceError,
@@ -188,7 +189,7 @@ class Router:
             return decided
         for name in list(self._queues.waiting()):
             place = self._places.get(name)
-            if place is None or place.state not in ("up", "unknown"):
+            if place is None or place.state not in USABLE:
                 for held in self._queues.at(name):
                     decided += self._place_anew(held, now_s)
         for name in list(self._queues.waiting()):
@@ -533,7 +534,7 @@ class Router:
         idle = [
             name
             for name, place in self._places.items()
-            if name not in waiting and place.state in ("up", "unknown") and place.load.backlog_s(now_s) <= below
+            if name not in waiting and place.state in USABLE and place.load.backlog_s(now_s) <= below
         ]
         if not idle:
             return []

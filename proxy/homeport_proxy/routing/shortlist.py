@@ -9,12 +9,11 @@ import xxhash
 from homeport_proxy.routing.freest import Freest
 from homeport_proxy.routing.index.residency import Residency
 from homeport_proxy.routing.place import Place
-from homeport_proxy.routing.views import RequestView, Role
+from homeport_proxy.routing.views import USABLE, RequestView, Role
 
 SMALL_FLEET = 16
 _LEAST_LOADED = 4
 _WARMEST = 4
-_USABLE = ("up", "unknown")
 
 
 class Shortlist:
@@ -79,7 +78,7 @@ class Shortlist:
             def usable(place: Place, role: Role = role) -> bool:
                 return (
                     place.spec.role == role
-                    and place.state in _USABLE
+                    and place.state in USABLE
                     and place.cool_until_s <= now_s
                     and (members is None or place in members)
                 )

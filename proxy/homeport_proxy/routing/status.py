@@ -10,7 +10,7 @@ from homeport_proxy.routing.index import Index
 from homeport_proxy.routing.place import Place
 from homeport_proxy.routing.queue import VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
-from homeport_proxy.routing.views import IndexState, PlaceStatus, RouterStatus, SessionView
+from homeport_proxy.routing.views import USABLE, IndexState, PlaceStatus, RouterStatus, SessionView
 
 _BUSY = 0.8
 _SLACK = 0.4
@@ -125,6 +125,6 @@ def _without_prefill(places: Mapping[str, Place]) -> list[str]:
     gone = []
     for pool in sorted({place.spec.pool for place in places.values() if place.spec.role == "prefill"}):
         prefills = [place for place in places.values() if place.spec.pool == pool and place.spec.role == "prefill"]
-        if all(place.state not in ("up", "unknown") for place in prefills):
+        if all(place.state not in USABLE for place in prefills):
             gone.append(f"pool {pool}: no prefill engine is up, decode engines prefill by themselves")
     return gone

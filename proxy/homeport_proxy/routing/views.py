@@ -12,6 +12,8 @@ import msgspec
 Role = Literal["prefill", "decode", "mixed"]
 State = Literal["up", "down", "draining", "drained", "unknown"]
 """``drained``: past its drain's deadline, where not even sessions that are active may stay."""
+USABLE: tuple[State, ...] = ("up", "unknown")
+"""Where new sessions may go; nobody has heard yet of an unknown one, and it may well answer."""
 Kind = Literal["main", "side", "subagent"]
 
 
