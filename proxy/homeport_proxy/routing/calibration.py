@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from statistics import median
 
-from homeport_proxy.routing.cost import decode_step_s
+from homeport_proxy.routing.cost import decode_step_s, fixed_s
 from homeport_proxy.routing.views import Rates
 
 _RECENT = 9
@@ -56,12 +56,12 @@ class PrefillRates:
             self._learn_t0(took_s - work_s)
             return self.rates
         self.learned = True
-        predicted_s = max(self.rates.t0_s, 0.02) + work_s
+        predicted_s = fixed_s(self.rates) + work_s
         self._recent.append(math.log(took_s / predicted_s))
         if self._rescaled():
             return self.rates
         base = self._base
-        t0_s = max(base.t0_s, 0.02)
+        t0_s = fixed_s(base)
         linear = uncached_tokens / base.tokens_per_s / predicted_s
         attention = pairs / base.tokens_per_s / base.attention_tokens / predicted_s
         target = max(took_s - t0_s, 0.1 * took_s) / predicted_s

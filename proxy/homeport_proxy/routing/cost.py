@@ -7,15 +7,22 @@ from collections.abc import Sequence
 
 from homeport_proxy.routing.views import PlaceView, Rates, RoutingSettings
 
+LEAST_FIXED_S = 0.02
+"""Of any prefill at least: else a burst of short prompts would pile on one place."""
+
+
+def fixed_s(rates: Rates) -> float:
+    """``T0``: seconds that every prefill takes, however short."""
+    return rates.t0_s if rates.t0_s > LEAST_FIXED_S else LEAST_FIXED_S
+
 
 def prefill_s(rates: Rates, uncached_tokens: int, cached_tokens: int) -> float:
     """Seconds to prefill ``uncached_tokens`` after ``cached_tokens``: linear work plus attention.
 
-    ``T0 + u / R * (1 + (c + u / 2) / A)``; T0 is at least 0.02 s, or a burst of short prompts would pile on one place.
+    ``T0 + u / R * (1 + (c + u / 2) / A)``, ``T0`` as :func:`fixed_s`.
     """
     attention = 1.0 + (cached_tokens + uncached_tokens / 2) / rates.attention_tokens
-    t0_s = rates.t0_s if rates.t0_s > 0.02 else 0.02  # asked for most often of all, and cheaper than max()
-    return t0_s + uncached_tokens / rates.tokens_per_s * attention
+    return fixed_s(rates) + uncached_tokens / rates.tokens_per_s * attention
 
 
 def tiered_prefill_s(rates: Rates, prompt_tokens: int, cached_tokens: int, host_tokens: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from homeport_proxy.routing.bursts import Burst, Bursts
+from homeport_proxy.routing.cost import LEAST_FIXED_S
 from homeport_proxy.routing.views import PlaceView
 
 _OVERRUN_FACTOR = 3.0
@@ -48,7 +49,7 @@ class PlaceLoad:
         self._head_since_s = 0.0
         self._offered_s = 0.0
         self._decayed_s = 0.0
-        self.fixed_s = 0.02
+        self.fixed_s = LEAST_FIXED_S
         """Of each prefill's predicted seconds the part that does not grow with the prompt."""
         self.burden_s = 0.0
         """A coarse measure to sort places by: prefill sent and offered lately, requests in flight (s)."""

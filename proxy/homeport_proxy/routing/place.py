@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from homeport_engines.base import EngineStats
 from homeport_proxy.routing.bursts import Burst
 from homeport_proxy.routing.calibration import Confidence, PrefillRates
+from homeport_proxy.routing.cost import fixed_s
 from homeport_proxy.routing.load import PlaceLoad
 from homeport_proxy.routing.views import PlaceSpec, PlaceView, Rates, State
 
@@ -72,7 +73,7 @@ class Place:
     def set_rates(self, rates: Rates) -> None:
         """Newly learned speeds."""
         self.rates = self.view.rates = self.prefill_rates.rates = rates
-        self.load.fixed_s = max(rates.t0_s, 0.02)
+        self.load.fixed_s = fixed_s(rates)
 
     def learn_prefill(self, burst: Burst, now_s: float) -> None:
         """A request of ``burst`` is over. What was computed together is told together, when no other can join."""

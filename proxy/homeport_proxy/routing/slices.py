@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from homeport_proxy.routing.cost import prefill_s
+from homeport_proxy.routing.cost import fixed_s, prefill_s
 from homeport_proxy.routing.views import PrefixKeys, Rates, RequestView, RoutingSettings
 
 _LONG = 1.5
@@ -43,7 +43,7 @@ def part_tokens(
 
 def tokens_in(rates: Rates, seconds: float, cached_tokens: int) -> int:
     """Tokens that are prefilled after ``cached_tokens`` in so many seconds: :func:`prefill_s` solved for ``u``."""
-    left_s = seconds - max(rates.t0_s, 0.02)
+    left_s = seconds - fixed_s(rates)
     if left_s <= 0:
         return 0
     slope = 1.0 + cached_tokens / rates.attention_tokens

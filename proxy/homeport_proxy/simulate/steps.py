@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from homeport_proxy.routing.cost import decode_step_s, prefill_s
+from homeport_proxy.routing.cost import decode_step_s, fixed_s, prefill_s
 from homeport_proxy.simulate.engine import Job, SimEngine
 
 
@@ -72,7 +72,7 @@ class SteppedEngine(SimEngine):
 
     def _chunk_s(self, job: Job, tokens: int) -> float:
         work_s = prefill_s(self.rates, tokens, job.computed_tokens)
-        return work_s if job.computed_tokens == job.cached_tokens else work_s - max(self.rates.t0_s, 0.02)
+        return work_s if job.computed_tokens == job.cached_tokens else work_s - fixed_s(self.rates)
 
     def end(self, now_s: float) -> tuple[list[Job], list[Job]]:
         """The step or stretch is over: jobs whose prefill ended, jobs that yielded their last token."""
