@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
-from homeport_proxy.routing.cost import prefill_s, shadow_factor, tiered_prefill_s
+from homeport_proxy.routing.cost import load_price_s, prefill_s, shadow_factor, tiered_prefill_s
 from homeport_proxy.routing.disaggregate import best_prefill
 from homeport_proxy.routing.policies.cost import choose
 from homeport_proxy.routing.views import PlaceView, Rates, RoutingSettings
@@ -28,9 +29,42 @@ def place(name: str, rates: Rates, cached_tokens: int = 0, **more: object) -> Pl
 def test_a_slow_engine_is_charged_for_its_own_seconds_only() -> None:
     longer_s = prefill_s(SLOW, TOKENS, 0) - prefill_s(FAST, TOKENS, 0)
     for wait_s, chosen in ((0.9 * longer_s, "fast"), (1.1 * longer_s, "slow")):
-        choice = choose(PROMPT, [place("fast", FAST, wait_s=wait_s), place("slow", SLOW)], 0.0, 0, SETTINGS)
+        places = [place("fast", FAST, wait_s=wait_s, rho=0.0), place("slow", SLOW, rho=0.0)]
+        choice = choose(PROMPT, places, 0.0, 0, SETTINGS)
         assert choice.place.name == chosen
         assert choice.costs["slow"].shadow_s == 0.0
+
+
+def test_load_counts_by_how_fast_it_fills_the_places_cache() -> None:
+    small, large = (place(name, FAST, kv_capacity_tokens=tokens) for name, tokens in (("a", 100_000), ("b", 300_000)))
+    fast, slow = (place(name, rates, kv_capacity_tokens=200_000) for name, rates in (("a", FAST), ("b", SLOW)))
+    for places, ratio in (((small, large), 3.0), ((fast, slow), 2.0)):
+        costs = choose(PROMPT, places, 0.0, 0, SETTINGS).costs
+        assert costs["a"].load_s == pytest.approx(ratio * costs["b"].load_s)
+        assert costs["a"].load_s + costs["b"].load_s == pytest.approx(2 * SETTINGS.tau_first_s * RHO)
+
+
+@pytest.mark.parametrize(
+    ("home", "price_s"),
+    [
+        (None, SETTINGS.tau_first_s + 9 * SETTINGS.tau_more_s),
+        ({"cached_tokens": TOKENS // 2}, SETTINGS.tau_later_s),
+        ({"cached_tokens": TOKENS // 2, "rewritten": True}, SETTINGS.tau_first_s + 9 * SETTINGS.tau_more_s),
+        ({"cached_tokens": 0}, SETTINGS.tau_first_s + 9 * SETTINGS.tau_more_s),
+        ({"cached_tokens": None}, SETTINGS.tau_later_s),
+        ({"cached_tokens": 0, "unseen": True}, SETTINGS.tau_later_s),
+    ],
+)
+def test_who_begins_is_charged_for_the_load_of_what_will_follow(home: dict[str, object] | None, price_s: float) -> None:
+    at_home = place("home", FAST, **(home or {}), home=home is not None)
+    beginning = replace_struct(PROMPT, session_requests=10.0)
+    costs = choose(beginning, [at_home, place("other", FAST)], 0.0, 0, SETTINGS).costs
+    assert costs["home"].load_s == pytest.approx(price_s * RHO)
+
+
+def test_the_price_of_what_will_follow_is_bounded() -> None:
+    prices_s = [load_price_s(SETTINGS, replace_struct(PROMPT, session_requests=n), None) for n in (1.0, 50.0, 5e6)]
+    assert prices_s == [SETTINGS.tau_first_s, SETTINGS.tau_first_s + 49 * SETTINGS.tau_more_s, prices_s[1]]
 
 
 @pytest.mark.parametrize(("warm", "cold"), [(FAST, FAST), (FAST, SLOW), (SLOW, FAST)])
@@ -54,6 +88,7 @@ def test_what_can_be_loaded_from_a_tier_is_not_lost_there() -> None:
 def test_a_slow_prefill_engine_is_charged_for_its_own_seconds_only() -> None:
     longer_s = prefill_s(SLOW, TOKENS, 0) - prefill_s(FAST, TOKENS, 0)
     for wait_s, chosen in ((0.9 * longer_s, "fast"), (1.1 * longer_s, "slow")):
-        plan = best_prefill(PROMPT, [place("fast", FAST, wait_s=wait_s), place("slow", SLOW)], 0.0, SETTINGS)
+        places = [place("fast", FAST, wait_s=wait_s, rho=0.0), place("slow", SLOW, rho=0.0)]
+        plan = best_prefill(PROMPT, places, 0.0, SETTINGS)
         assert plan.place is not None
         assert plan.place.name == chosen

@@ -5,10 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from homeport_proxy.routing.views import PlaceView, Rates, RoutingSettings
+from homeport_proxy.routing.views import PlaceView, Rates, RequestView, RoutingSettings
 
 LEAST_FIXED_S = 0.02
 """Of any prefill at least: else a burst of short prompts would pile on one place."""
+
+
+_MOST_REQUESTS = 50.0
+"""Of a session that its first request's place is charged for."""
 
 
 def fixed_s(rates: Rates) -> float:
@@ -74,6 +78,19 @@ def decode_slowdown_s(place: PlaceView, prompt_tokens: int, output_tokens: int) 
     theirs_s = others * rates.per_sequence_s + place.decode_tokens * rates.per_context_token_s
     own_s = rates.per_sequence_s + prompt_tokens * rates.per_context_token_s
     return output_tokens / max(place.tokens_per_step, 1.0) * (theirs_s + others * own_s)
+
+
+def cache_pace(place: PlaceView, settings: RoutingSettings) -> float:
+    """The share of its cache that a place fills in one second of prefill: fast engines push out what they hold sooner,
+    for their caches are no larger."""
+    return place.rates.tokens_per_s / (place.kv_capacity_tokens or settings.default_kv_tokens)
+
+
+def load_price_s(settings: RoutingSettings, request: RequestView, home: PlaceView | None) -> float:
+    """Seconds charged per unit of a place's offered load: where a session begins, more the more will follow."""
+    if request.kind == "side" or (home is not None and not home.begins_anew(request.prompt_tokens)):
+        return settings.tau_later_s
+    return settings.tau_first_s + settings.tau_more_s * (min(request.session_requests, _MOST_REQUESTS) - 1.0)
 
 
 def cluster_rho(rhos: Sequence[float]) -> float:

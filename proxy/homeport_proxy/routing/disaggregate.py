@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from homeport_proxy.routing.cost import cluster_rho, queue_wait_s, shadow_factor, tiered_prefill_s, wasted_s
+from homeport_proxy.routing.cost import cache_pace, cluster_rho, queue_wait_s, shadow_factor, tiered_prefill_s, wasted_s
 from homeport_proxy.routing.ties import rank
 from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
 
@@ -18,7 +18,6 @@ class PrefillPlan:
     wait_s: float
     work_s: float
     transfer_s: float
-    rho: float
     cached_tokens: int
     why: str
 
@@ -56,15 +55,16 @@ def prefill_plan(
     if uncached <= threshold_tokens(decode, chosen.place or decode, settings):
         return _own(request, decode, now_s, settings, f"{uncached} uncached tokens are prefilled where they decode")
     transfer_s = uncached / decode.rates.transfer_tokens_per_s
-    return PrefillPlan(
-        chosen.place, chosen.wait_s, chosen.work_s, transfer_s, chosen.rho, chosen.cached_tokens, chosen.why
-    )
+    return replace(chosen, transfer_s=transfer_s)
 
 
 def best_prefill(
     request: RequestView, places: Sequence[PlaceView], now_s: float, settings: RoutingSettings
 ) -> PrefillPlan:
-    """The prefill place of the lowest ``wait + P + k * (P - P*) + tau * rho + rtt``; ties by rendezvous hash."""
+    """The prefill place of the lowest ``wait + P + k * (P - P*) + tau * rho * c + rtt``; ties by rendezvous hash.
+
+    ``c``: how fast its cache fills, over the mean of the places.
+    """
     k = shadow_factor(settings, cluster_rho([place.rho for place in places]))
     plans = []
     for place in places:
@@ -72,23 +72,25 @@ def best_prefill(
         work_s = tiered_prefill_s(place.rates, request.prompt_tokens, cached, place.host_tokens)
         wait_s = place.wait_s + queue_wait_s(place, work_s, now_s, settings)
         plans.append((place, wait_s, work_s, cached))
+    tau_s = settings.tau_later_s * len(places) / sum([cache_pace(place, settings) for place in places])
     most, most_cached = max((cached + place.host_tokens, cached) for place, _, _, cached in plans)
 
     def total(plan: tuple[PlaceView, float, float, int]) -> tuple[float, int]:
         place, wait_s, work_s, _ = plan
         shadow_s = k * wasted_s(work_s, place.rates, request.prompt_tokens, most_cached, most - most_cached)
-        cost_s = wait_s + work_s + shadow_s + settings.tau_later_s * place.rho + place.rtt_s
+        load_s = tau_s * place.rho * cache_pace(place, settings)
+        cost_s = wait_s + work_s + shadow_s + load_s + place.rtt_s
         return round(cost_s, 3), -rank(request.session, place.name)
 
     place, wait_s, work_s, cached = min(plans, key=total)
-    return PrefillPlan(place, wait_s, work_s, 0.0, place.rho, cached, "separate prefill")
+    return PrefillPlan(place, wait_s, work_s, 0.0, cached, "separate prefill")
 
 
 def _own(request: RequestView, decode: PlaceView, now_s: float, settings: RoutingSettings, why: str) -> PrefillPlan:
     cached = decode.expected_cached_tokens
     work_s = tiered_prefill_s(decode.rates, request.prompt_tokens, cached, decode.host_tokens)
     wait_s = decode.wait_s + queue_wait_s(decode, work_s, now_s, settings)
-    return PrefillPlan(None, wait_s, work_s, 0.0, decode.rho, cached, why)
+    return PrefillPlan(None, wait_s, work_s, 0.0, cached, why)
 
 
 def _backlog_s(place: PlaceView) -> float:

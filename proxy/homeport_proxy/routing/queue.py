@@ -7,7 +7,7 @@ The order inside a share is ``work - age_weight * age``. As ``age = now - since`
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -156,7 +156,7 @@ class VirtualQueues:
     def __len__(self) -> int:
         return self._count
 
-    def waiting(self) -> Iterable[str]:
+    def waiting(self) -> Sequence[str]:
         """Places that something waits for."""
         return [name for name, queue in self._queues.items() if queue.by_share]
 
@@ -170,10 +170,15 @@ class VirtualQueues:
         queue = self._queues.get(place)
         return _still_held([held for share in queue.by_share.values() for held in share] if queue is not None else [])
 
-    def ranks_and_works(self, place: str) -> tuple[list[float], list[float]]:
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is held anywhere, rests included."""
+        return not self._queues
+
+    def ranks_and_works(self, place: str) -> tuple[Sequence[float], Sequence[float]]:
         """Sort keys and predicted prefill (s) of what is held for ``place``, in order; not to be changed."""
         queue = self._queues.get(place)
-        return (queue.ranks, queue.works) if queue is not None else (_NOTHING, _NOTHING)
+        return (queue.ranks, queue.works) if queue is not None else NOBODY
 
     def push(self, held: Held, *, parked: bool = False) -> None:
         """Hold a request. ``parked``: what is left of one while a part of it is prefilled; it is not served, but others
@@ -242,4 +247,5 @@ def _still_held(seen: Sequence[Held]) -> Iterator[Held]:
     return (held for held in seen if not held.out)
 
 
-_NOTHING: list[float] = []
+NOBODY: tuple[Sequence[float], Sequence[float]] = ((), ())
+"""Ranks and works where nothing is held."""

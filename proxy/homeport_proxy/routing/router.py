@@ -21,7 +21,7 @@ from homeport_proxy.routing.index.combined import PrefixIndex
 from homeport_proxy.routing.learning import learn_index, learn_speeds, scoped, sight
 from homeport_proxy.routing.place import ForeignLoad, Place
 from homeport_proxy.routing.policies import Policy
-from homeport_proxy.routing.queue import Held, VirtualQueues
+from homeport_proxy.routing.queue import NOBODY, Held, VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
 from homeport_proxy.routing.shortlist import Shortlist
 from homeport_proxy.routing.slices import begun, part_tokens
@@ -187,12 +187,12 @@ class Router:
             decided += self._decide_anew(self._guarded.popleft(), now_s, now_s)
         if not len(self._queues):
             return decided
-        for name in list(self._queues.waiting()):
+        for name in self._queues.waiting():
             place = self._places.get(name)
             if place is None or place.state not in USABLE:
                 for held in self._queues.at(name):
                     decided += self._place_anew(held, now_s)
-        for name in list(self._queues.waiting()):
+        for name in self._queues.waiting():
             decided += self._serve(name, now_s)
         if len(self._queues):
             decided += self._rebalance(now_s)
@@ -369,6 +369,7 @@ class Router:
 
     def _as_known(self, request: RequestView, session: Session) -> RequestView:
         """The request with its scope's own digests, and with the prompt length that the session's last answer tells."""
+        request = replace(request, session_requests=self._sessions.mean_requests)
         salt = scoped(request)
         if salt:
             keys = [key ^ salt for key in request.prefix.text_blocks]
@@ -412,12 +413,12 @@ class Router:
         views = []
         tokenised = bool(request.prefix.token_blocks)
         indexed = tokenised or bool(request.prefix.text_blocks)
-        other, mostly, far = cached.other, cached.mostly, request.rtt_s
+        other, mostly, far, waiting = cached.other, cached.mostly, request.rtt_s, not queues.empty
         own = self._places.get(home or parent_home or "")
         for place in self._shortlist.pick(eligible, request, own, cached, now_s):
             name = place.spec.name
             view = place.refresh(now_s)
-            view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name)
+            view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name) if waiting else NOBODY
             view.cached_tokens = other.get(name, mostly) if indexed else None
             view.host_tokens = index.host_tokens(name, request) if tokenised else 0
             view.rtt_s = place.rates.rtt_s + far.get(place.spec.backend, 0.0) if far else place.rates.rtt_s

@@ -11,6 +11,8 @@ from homeport_proxy.routing.causes import PromptTrace
 _THINK_SHARE = 0.3
 _THINK_MULTIPLE = 20.0
 _SHORTEST_TTL_S = 300.0
+_FORGET = 0.99
+"""Of the mean of requests per session at every new one: about the last hundred sessions count."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,7 @@ class SessionTable:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self.at_home: dict[str, int] = {}
         self.context_tokens = 0
+        self._recent_starts = self._recent_requests = 0.0
 
     def reconfigure(self, idle_ttl_s: float, max_sessions: int) -> None:
         """Take new bounds; sessions above them go as new ones come."""
@@ -71,6 +74,10 @@ class SessionTable:
             gap_s = max(0.0, now_s - session.last_used_s)
             known_s = session.think_s
             session.think_s = gap_s if known_s is None else known_s + _THINK_SHARE * (gap_s - known_s)
+        if not session.requests:
+            self._recent_starts = _FORGET * self._recent_starts + 1.0
+            self._recent_requests *= _FORGET
+        self._recent_requests += 1.0
         session.requests += 1
         session.last_used_s = now_s
         if session.name in self._sessions:
@@ -78,6 +85,11 @@ class SessionTable:
         else:
             self._expire(now_s)
             self._sessions[session.name] = session
+
+    @property
+    def mean_requests(self) -> float:
+        """How many requests a session has brought, of late (what those that still run will bring left out)."""
+        return self._recent_requests / self._recent_starts if self._recent_starts else 1.0
 
     def keep(self, name: str, now_s: float) -> Session:
         """The session, remembered from now on although no request of it was seen here."""

@@ -87,6 +87,8 @@ class RequestView(msgspec.Struct, frozen=True):
     """``prompt_tokens`` was guessed from the size of the body; what the session's last answer reported is better."""
     split_refused: str | None = None
     """Why prefill and decode must stay on one engine (from the capability table); None when they may part."""
+    session_requests: float = 1.0
+    """How many requests a session brings here on the average: what its first one commits a place to."""
     sliceable: bool = False
     """Whether the caller can have the first so many tokens of the prompt prefilled by themselves."""
 
@@ -147,7 +149,8 @@ class RoutingSettings:
 
     ``k0``, ``k1``: shadow price of recomputed seconds, ``k0 + k1 * rho / (1 - rho)`` with the cluster's load rho.
     ``tau_first_s``, ``tau_later_s``: seconds charged per unit of a place's own offered load, for a session's first
-    request and for later ones. ``decode_weight``: seconds to the first token that one second of slower decoding is
+    request and for later ones; ``tau_more_s``: more for the first one, per further request that sessions bring on the
+    average (50 at most). ``decode_weight``: seconds to the first token that one second of slower decoding is
     worth. ``hold_below_s``: late binding sends the next request to a place once it has at most this much prefill left.
     ``step_tokens``: uncached tokens that an engine computes in one step; so many may be outstanding at a place whatever
     they are predicted to take. ``age_weight``: seconds of predicted prefill that one second of waiting buys.
@@ -162,6 +165,7 @@ class RoutingSettings:
     k1: float = 0.5
     tau_first_s: float = 2.0
     tau_later_s: float = 1.0
+    tau_more_s: float = 0.3
     decode_weight: float = 0.1
     load_window_s: float = 60.0
     late_binding: bool = True
@@ -243,11 +247,15 @@ class PlaceView:
     def nothing_to_lose(self, other: PlaceView, prompt_tokens: int) -> bool:
         """Whether a session leaves this home for ``other`` for free: its prefix is gone from here, or it begins anew,
         and ``other`` holds as much of the prompt (to a twentieth). False while no index knows."""
+        slack = prompt_tokens // 20
+        return self.begins_anew(prompt_tokens) and (self.cached_tokens or 0) <= (other.cached_tokens or 0) + slack
+
+    def begins_anew(self, prompt_tokens: int) -> bool:
+        """Whether hardly anything that the session has at this home is of use for its next prompt. False while no index
+        knows."""
         if self.cached_tokens is None or self.unseen:
             return False
-        slack = prompt_tokens // 20
-        gone = self.rewritten or self.cached_tokens <= slack
-        return gone and self.cached_tokens <= (other.cached_tokens or 0) + slack
+        return self.rewritten or self.cached_tokens <= prompt_tokens // 20
 
     def copy(self) -> PlaceView:
         """A snapshot that later changes do not reach."""

@@ -19,7 +19,8 @@ from homeport_proxy.simulate.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation to do. ``rule``: a tuned peer's rule in place of the policy's default one; ``label`` names it."""
+    """One simulation to do. ``rule``: a tuned peer's rule in place of the policy's default one; ``label`` names it;
+    ``rate_scale`` in place of the cluster's."""
 
     policy: str
     seed: int
@@ -27,6 +28,7 @@ class Run:
     rule: Policy | None = None
     queue_for_peers: bool = False
     label: str = ""
+    rate_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ def sample(workload: Workload, sessions: int, seed: int) -> Workload:
 
 def simulate(workload: Workload, cluster: Cluster, run: Run) -> Done:
     """One run, here."""
+    if run.rate_scale is not None:
+        cluster = cluster.model_copy(update={"rate_scale": run.rate_scale})
     simulation = Simulation(
         workload,
         cluster,
