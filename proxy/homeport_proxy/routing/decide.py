@@ -75,9 +75,12 @@ def _expected(place: PlaceView) -> int | None:
 
 
 def _usable(places: Sequence[PlaceView], home: PlaceView | None) -> Sequence[PlaceView]:
-    # nearly always so: one look instead of the lists below, which would all be this one
-    if places and all(place.state in USABLE and not place.cooling and place.role == "mixed" for place in places):
-        return places
+    for place in places:
+        if place.state not in USABLE or place.cooling or place.role != "mixed":
+            break
+    else:
+        if places:  # nearly always so: the lists below would all be this one
+            return places
     hosts = [place for place in places if place.role != "prefill"]
     if not hosts:
         raise NoPlaceError("no backend that can decode serves this model")
