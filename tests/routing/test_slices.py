@@ -43,6 +43,14 @@ def test_where_much_is_held_parts_are_longer() -> None:
     assert parts[-1] == 100_000
 
 
+def test_where_a_part_has_a_price_parts_are_longer() -> None:
+    for t0_s, slice_s in ((0.02, 1.0), (0.05, 2.0), (0.09, 3.6), (1.0, 4.0)):
+        rates = Rates(t0_s=t0_s)
+        part = part_tokens(rates, SLICED, 100_000, 0)
+        assert part is not None
+        assert prefill_s(rates, part, 0) == pytest.approx(slice_s, abs=0.1)
+
+
 def test_a_slow_engine_gets_whole_steps() -> None:
     slow = Rates(tokens_per_s=100.0)
     part = part_tokens(slow, SLICED, 20_000, 0)

@@ -19,6 +19,11 @@ _OF_HELD = 0.2
 """Parts cost an engine some of its time (a step begins without the next one, a request each). Where much waits, that is
 better spent on prompts: on engines past their limit parts of one second doubled what was held."""
 
+_OF_FIXED = 40.0
+_LONGEST_S = 4.0
+"""A part takes at least so many times what every prefill takes however short (a request, the rest of a step), but no
+longer than this: on engines that compute in steps beside decoding, parts of one second were dear."""
+
 _LEAST_STEPS = 2
 """Engine steps of a slice at least: a slow engine is not asked for a step's tokens at a time."""
 
@@ -30,10 +35,11 @@ def part_tokens(
     rates: Rates, settings: RoutingSettings, prompt_tokens: int, cached_tokens: int, held_s: float = 0.0
 ) -> int | None:
     """Tokens from the start of a prompt to prefill now, so that about ``slice_s`` seconds pass, or a fifth of the
-    prefill that is held for the place beside it (``held_s``); None: all of them."""
+    prefill that is held for the place beside it (``held_s``), or forty times what a prefill takes however short; None:
+    all of them."""
     if not settings.slice_s:
         return None
-    slice_s = max(settings.slice_s, _OF_HELD * held_s)
+    slice_s = max(settings.slice_s, _OF_HELD * held_s, min(_OF_FIXED * fixed_s(rates), _LONGEST_S))
     if prefill_s(rates, prompt_tokens - cached_tokens, cached_tokens) <= _LONG * slice_s:
         return None
     uncached = max(tokens_in(rates, slice_s, cached_tokens), _LEAST_STEPS * settings.step_tokens)
