@@ -4,8 +4,8 @@ Each trace is split in two. Peers' knobs are tuned on the first part (lowest TTF
 second, over several session orders (seeds), each figure beside the tuned llm-d latency rule's with the same seed and
 beside one cache shared by all replicas (the bound). Ours runs with its defaults. `--queue` prints a second table with
 our queue given to the peers; `--lag`, `--noise`, `--no-session-ids` repeat it with telemetry a second old, 30 % noise
-in the engines' rates, and requests that carry no session id; `--steps` lets engines compute in steps as vLLM does,
-`--no-slices` takes the parts of long prefills away.
+in every prefill's rate, and requests that carry no session id; `--uneven` with engines of different speeds; `--steps`
+lets engines compute in steps as vLLM does, `--no-slices` takes the parts of long prefills away.
 
 Agentic sessions of a part are played three times (content apart, tools and system prompt shared): 570 of them, so that
 half the file makes the whole cluster's load. Open-loop parts are compressed so that under least requests the engines
@@ -160,6 +160,7 @@ def measure(case: Case, args: argparse.Namespace) -> list[Row]:
     workload = part(case.trace, 1)
     changes: dict[str, object] = {
         "noise": args.noise,
+        "uneven": args.uneven,
         "session_ids": not args.no_session_ids,
         "steps": args.steps,
         "slices": not args.no_slices,
@@ -219,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--queue", action="store_true", help="also the peers with our queue")
     parser.add_argument("--lag", type=float, default=0.0, metavar="S", help="KV events this late")
-    parser.add_argument("--noise", type=float, default=0.0, help="spread of the engines' true rates, such as 0.3")
+    parser.add_argument("--noise", type=float, default=0.0, help="by how much prefills differ from rates, such as 0.3")
+    parser.add_argument("--uneven", type=float, default=0.0, help="by how much engines differ in speed, such as 0.3")
     parser.add_argument("--no-session-ids", action="store_true")
     parser.add_argument("--steps", action="store_true", help="engines compute in steps, prefill beside decoding")
     parser.add_argument("--no-slices", action="store_true", help="engines take no prompts in tokens: no parts")

@@ -111,15 +111,25 @@ def test_two_legs_cut_the_gaps_between_tokens() -> None:
     assert apart.itl_p99_s < 0.7 * together.itl_p99_s
 
 
-def test_noise_and_missing_session_ids_leave_the_policy_standing() -> None:
-    noisy = row("cost", cluster=CLUSTER.model_copy(update={"noise": 0.3}))
-    nameless = row("cost", cluster=CLUSTER.model_copy(update={"session_ids": False}))
-    plain = row("cost")
-    assert noisy.hit_ratio is not None
-    assert nameless.hit_ratio is not None
-    assert plain.hit_ratio is not None
-    assert noisy.hit_ratio > 0.95 * plain.hit_ratio
-    assert nameless.hit_ratio > 0.95 * plain.hit_ratio
+@pytest.mark.parametrize(
+    "worse", [{"noise": 0.3}, {"uneven": 0.3}, {"noise": 0.3, "uneven": 0.3}, {"session_ids": False}]
+)
+def test_worse_conditions_leave_the_policy_standing(worse: dict[str, object]) -> None:
+    hit_ratio, plain = (row("cost", cluster=CLUSTER.model_copy(update=more)).hit_ratio for more in (worse, {}))
+    assert hit_ratio is not None
+    assert plain is not None
+    assert hit_ratio > 0.95 * plain
+
+
+def test_engines_are_uneven_for_good_and_noise_is_each_prefills() -> None:
+    def speeds(**changes: float) -> set[float]:
+        engines = Simulation(agents(2), CLUSTER.model_copy(update=changes), "cost").engines.values()
+        return {engine.rates.tokens_per_s for engine in engines}
+
+    assert speeds(noise=0.3) == {CLUSTER.prefill.tokens_per_s}
+    uneven = speeds(uneven=0.3)
+    assert len(uneven) == CLUSTER.replicas
+    assert all(abs(speed / CLUSTER.prefill.tokens_per_s - 1) <= 0.3 for speed in uneven)
 
 
 def test_an_index_from_events_a_second_old_does_as_well() -> None:

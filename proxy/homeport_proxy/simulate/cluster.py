@@ -61,6 +61,10 @@ class Cluster(_Section):
     window: tuple[float, float] = (0.2, 1.0)
     telemetry_lag_s: float = Field(default=0, ge=0)
     noise: float = Field(default=0, ge=0, lt=1)
+    """Every prefill takes up to this share more or less than the engine's rate says, so that what is learned of rates
+    and predicted by them is off."""
+    uneven: float = Field(default=0, ge=0, lt=1)
+    """Engines are faster or slower than the file says by up to this share, for good; their caches are no larger."""
     prefill_replicas: int = Field(default=0, ge=0)
     decode_replicas: int = Field(default=0, ge=0)
     regions: dict[str, Region] = Field(default_factory=dict)

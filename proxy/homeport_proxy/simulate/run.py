@@ -386,8 +386,8 @@ def _engines(cluster: Cluster, policy: str, seed: int) -> dict[str, SimEngine]:
     engines = {}
     for name, _ in names:
         rates = cluster.rates
-        if cluster.noise:
-            rates = replace(rates, tokens_per_s=rates.tokens_per_s * (1 + cluster.noise * rng.uniform(-1, 1)))
+        if cluster.uneven:
+            rates = replace(rates, tokens_per_s=rates.tokens_per_s * (1 + cluster.uneven * rng.uniform(-1, 1)))
         engines[name] = (SteppedEngine if cluster.steps else SimEngine)(
             name,
             rates,
