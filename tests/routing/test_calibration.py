@@ -178,6 +178,10 @@ def test_speculation_and_capacity_come_from_telemetry() -> None:
     ticket = fleet.start(request("s0", 5))
     assert ticket.decision is not None
     assert ticket.decision.expected_cached_tokens == 0
+    fleet.router.set_places([spec("d0", kv_capacity_tokens=None)])  # a reload that does not say so either
+    for number in range(20, 40):
+        fleet.ask(request(f"s{number}", 4))
+    assert fleet.router.status(0.0).index_bytes <= 20 * 320
 
 
 def test_places_never_tried_take_the_fleets_learned_speed() -> None:

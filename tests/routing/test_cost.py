@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from homeport_proxy.routing.cost import load_price_s, prefill_s, shadow_factor, tiered_prefill_s
+from homeport_proxy.routing.cost import cache_paces, load_price_s, prefill_s, shadow_factor, tiered_prefill_s
 from homeport_proxy.routing.disaggregate import best_prefill
 from homeport_proxy.routing.policies.cost import choose
 from homeport_proxy.routing.views import PlaceView, Rates, RoutingSettings
@@ -62,9 +62,41 @@ def test_who_begins_is_charged_for_the_load_of_what_will_follow(home: dict[str, 
     assert costs["home"].load_s == pytest.approx(price_s * RHO)
 
 
-def test_the_price_of_what_will_follow_is_bounded() -> None:
-    prices_s = [load_price_s(SETTINGS, replace_struct(PROMPT, session_requests=n), None) for n in (1.0, 50.0, 5e6)]
-    assert prices_s == [SETTINGS.tau_first_s, SETTINGS.tau_first_s + 49 * SETTINGS.tau_more_s, prices_s[1]]
+@pytest.mark.parametrize(
+    ("what", "price_s"),
+    [
+        ({"homed": True}, SETTINGS.tau_later_s),  # its home is down or refused it: this once
+        ({"kind": "side"}, SETTINGS.tau_later_s),
+        ({"kind": "subagent"}, SETTINGS.tau_first_s),
+    ],
+)
+def test_who_commits_no_place_is_not_charged_for_what_will_follow(what: dict[str, object], price_s: float) -> None:
+    assert load_price_s(SETTINGS, replace_struct(PROMPT, session_requests=10.0, **what), None) == price_s
+
+
+def test_a_capacity_that_is_not_known_is_taken_as_the_others() -> None:
+    rates = (FAST, SLOW)
+    known = [place(str(n), rate, kv_capacity_tokens=2_600_000) for n, rate in enumerate(rates)]
+    partly = [*known[:1], place("1", SLOW)]
+    unknown = [place(str(n), rate) for n, rate in enumerate(rates)]
+    assert cache_paces(known) == pytest.approx([4 / 3, 2 / 3])
+    assert cache_paces(partly) == cache_paces(known)
+    assert cache_paces(unknown) == pytest.approx(cache_paces(known))
+
+
+def test_a_home_that_prefills_only_by_now_is_no_home() -> None:
+    home = place("p", FAST, TOKENS // 2, home=True)
+    home.role = "prefill"
+    assert choose(PROMPT, [home, place("other", FAST)], 0.0, 0, SETTINGS).place.name == "other"
+
+
+def test_what_lies_in_a_tier_at_home_is_not_gone() -> None:
+    home = place("home", FAST, home=True, host_tokens=TOKENS * 9 // 10)
+    assert not home.begins_anew(TOKENS)
+    assert not home.nothing_to_lose(place("other", FAST), TOKENS)
+    home.host_tokens = 0
+    assert home.begins_anew(TOKENS)
+    assert home.nothing_to_lose(place("other", FAST), TOKENS)
 
 
 @pytest.mark.parametrize(("warm", "cold"), [(FAST, FAST), (FAST, SLOW), (SLOW, FAST)])

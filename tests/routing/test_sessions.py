@@ -13,6 +13,7 @@ from homeport_proxy.routing.sessions import SessionTable
         ([1, 2, 6], 3.0),
         ([10] * 300, 10.0),
         ([40] * 300 + [1] * 600, 1.0),  # what was long ago does not count
+        ([1] * 100 + [100_000], 2.0),  # nor all of a session without end
     ],
 )
 def test_mean_requests_of_recent_sessions(requests: list[int], mean: float) -> None:

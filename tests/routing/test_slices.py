@@ -49,6 +49,9 @@ def test_where_a_part_has_a_price_parts_are_longer() -> None:
         part = part_tokens(rates, SLICED, 100_000, 0)
         assert part is not None
         assert prefill_s(rates, part, 0) == pytest.approx(slice_s, abs=0.1)
+        half = part_tokens(rates, RoutingSettings(slice_s=0.5), 100_000, 0)
+        assert half is not None
+        assert prefill_s(rates, half, 0) == pytest.approx(slice_s / 2, abs=0.1)
 
 
 def test_a_slow_engine_gets_whole_steps() -> None:

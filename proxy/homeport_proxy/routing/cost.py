@@ -11,10 +11,6 @@ LEAST_FIXED_S = 0.02
 """Of any prefill at least: else a burst of short prompts would pile on one place."""
 
 
-_MOST_REQUESTS = 50.0
-"""Of a session that its first request's place is charged for."""
-
-
 def fixed_s(rates: Rates) -> float:
     """``T0``: seconds that every prefill takes, however short."""
     return rates.t0_s if rates.t0_s > LEAST_FIXED_S else LEAST_FIXED_S
@@ -80,17 +76,26 @@ def decode_slowdown_s(place: PlaceView, prompt_tokens: int, output_tokens: int) 
     return output_tokens / max(place.tokens_per_step, 1.0) * (theirs_s + others * own_s)
 
 
-def cache_pace(place: PlaceView, settings: RoutingSettings) -> float:
-    """The share of its cache that a place fills in one second of prefill: fast engines push out what they hold sooner,
-    for their caches are no larger."""
-    return place.rates.tokens_per_s / (place.kv_capacity_tokens or settings.default_kv_tokens)
+def cache_paces(places: Sequence[PlaceView]) -> Sequence[float]:
+    """How fast each place fills its cache while it prefills, over the mean of the places: fast engines push out sooner
+    what they hold, for their caches are no larger. A capacity that is not known is taken as the mean of the others'."""
+    known = [place.kv_capacity_tokens for place in places if place.kv_capacity_tokens]
+    usual = sum(known) / len(known) if known else 1.0
+    paces = [place.rates.tokens_per_s / (place.kv_capacity_tokens or usual) for place in places]
+    mean = sum(paces) / len(paces)
+    return [pace / mean for pace in paces]
 
 
 def load_price_s(settings: RoutingSettings, request: RequestView, home: PlaceView | None) -> float:
-    """Seconds charged per unit of a place's offered load: where a session begins, more the more will follow."""
-    if request.kind == "side" or (home is not None and not home.begins_anew(request.prompt_tokens)):
+    """Seconds charged per unit of a place's offered load: where a session begins, more the more will follow.
+
+    ``home``: the session's, when it is among the places; who goes elsewhere because it is down, commits no place.
+    """
+    begins = home.begins_anew(request.prompt_tokens) if home is not None else not request.homed
+    if not begins or request.kind == "side":
         return settings.tau_later_s
-    return settings.tau_first_s + settings.tau_more_s * (min(request.session_requests, _MOST_REQUESTS) - 1.0)
+    more = request.session_requests - 1.0 if request.kind == "main" else 0.0  # a sub-agent belongs beside its parent
+    return settings.tau_first_s + settings.tau_more_s * more
 
 
 def cluster_rho(rhos: Sequence[float]) -> float:

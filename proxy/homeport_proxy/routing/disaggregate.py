@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from homeport_proxy.routing.cost import cache_pace, cluster_rho, queue_wait_s, shadow_factor, tiered_prefill_s, wasted_s
+from homeport_proxy.routing.cost import (
+    cache_paces,
+    cluster_rho,
+    queue_wait_s,
+    shadow_factor,
+    tiered_prefill_s,
+    wasted_s,
+)
 from homeport_proxy.routing.ties import rank
 from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
 
@@ -67,22 +74,21 @@ def best_prefill(
     """
     k = shadow_factor(settings, cluster_rho([place.rho for place in places]))
     plans = []
-    for place in places:
+    for place, pace in zip(places, cache_paces(places), strict=True):
         cached = place.expected_cached_tokens
         work_s = tiered_prefill_s(place.rates, request.prompt_tokens, cached, place.host_tokens)
         wait_s = place.wait_s + queue_wait_s(place, work_s, now_s, settings)
-        plans.append((place, wait_s, work_s, cached))
-    tau_s = settings.tau_later_s * len(places) / sum([cache_pace(place, settings) for place in places])
-    most, most_cached = max((cached + place.host_tokens, cached) for place, _, _, cached in plans)
+        load_s = settings.tau_later_s * place.rho * pace
+        plans.append((place, wait_s, work_s, cached, load_s))
+    most, most_cached = max((cached + place.host_tokens, cached) for place, _, _, cached, _ in plans)
 
-    def total(plan: tuple[PlaceView, float, float, int]) -> tuple[float, int]:
-        place, wait_s, work_s, _ = plan
+    def total(plan: tuple[PlaceView, float, float, int, float]) -> tuple[float, int]:
+        place, wait_s, work_s, _, load_s = plan
         shadow_s = k * wasted_s(work_s, place.rates, request.prompt_tokens, most_cached, most - most_cached)
-        load_s = tau_s * place.rho * cache_pace(place, settings)
         cost_s = wait_s + work_s + shadow_s + load_s + place.rtt_s
         return round(cost_s, 3), -rank(request.session, place.name)
 
-    place, wait_s, work_s, cached = min(plans, key=total)
+    place, wait_s, work_s, cached, _ = min(plans, key=total)
     return PrefillPlan(place, wait_s, work_s, 0.0, cached, "separate prefill")
 
 

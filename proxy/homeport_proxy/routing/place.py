@@ -68,7 +68,7 @@ class Place:
         view = self.view
         view.role, view.pool, view.backend = spec.role, spec.pool, spec.backend
         view.kv_transfer = spec.kv_transfer != "none"
-        view.kv_capacity_tokens = spec.kv_capacity_tokens
+        view.kv_capacity_tokens = spec.kv_capacity_tokens or view.kv_capacity_tokens  # what the engine told stays
 
     def set_rates(self, rates: Rates) -> None:
         """Newly learned speeds."""

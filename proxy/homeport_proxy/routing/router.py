@@ -369,7 +369,8 @@ class Router:
 
     def _as_known(self, request: RequestView, session: Session) -> RequestView:
         """The request with its scope's own digests, and with the prompt length that the session's last answer tells."""
-        request = replace(request, session_requests=self._sessions.mean_requests)
+        homed = session.home is not None and session.home in self._places
+        request = replace(request, session_requests=self._sessions.mean_requests, homed=homed)
         salt = scoped(request)
         if salt:
             keys = [key ^ salt for key in request.prefix.text_blocks]

@@ -13,6 +13,8 @@ _THINK_MULTIPLE = 20.0
 _SHORTEST_TTL_S = 300.0
 _FORGET = 0.99
 """Of the mean of requests per session at every new one: about the last hundred sessions count."""
+_MOST_REQUESTS = 50
+"""Of one session that count in that mean."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +79,8 @@ class SessionTable:
         if not session.requests:
             self._recent_starts = _FORGET * self._recent_starts + 1.0
             self._recent_requests *= _FORGET
-        self._recent_requests += 1.0
+        if session.requests < _MOST_REQUESTS:
+            self._recent_requests += 1.0
         session.requests += 1
         session.last_used_s = now_s
         if session.name in self._sessions:
@@ -88,7 +91,8 @@ class SessionTable:
 
     @property
     def mean_requests(self) -> float:
-        """How many requests a session has brought, of late (what those that still run will bring left out)."""
+        """How many requests a session has brought, of late (what those that still run will bring left out); of one
+        session 50 count at most."""
         return self._recent_requests / self._recent_starts if self._recent_starts else 1.0
 
     def keep(self, name: str, now_s: float) -> Session:

@@ -19,10 +19,10 @@ _OF_HELD = 0.2
 """Parts cost an engine some of its time (a step begins without the next one, a request each). Where much waits, that is
 better spent on prompts: on engines past their limit parts of one second doubled what was held."""
 
-_OF_FIXED = 40.0
-_LONGEST_S = 4.0
-"""A part takes at least so many times what every prefill takes however short (a request, the rest of a step), but no
-longer than this: on engines that compute in steps beside decoding, parts of one second were dear."""
+_FIXED_S = 0.025
+_LONGEST = 4.0
+"""Where every prefill takes more than ``_FIXED_S`` however short (a request, the rest of a step), parts are longer in
+proportion, but no longer than so many slices: on engines that compute in steps, parts of one second were dear."""
 
 _LEAST_STEPS = 2
 """Engine steps of a slice at least: a slow engine is not asked for a step's tokens at a time."""
@@ -34,12 +34,11 @@ ROUND_TOKENS = 512
 def part_tokens(
     rates: Rates, settings: RoutingSettings, prompt_tokens: int, cached_tokens: int, held_s: float = 0.0
 ) -> int | None:
-    """Tokens from the start of a prompt to prefill now, so that about ``slice_s`` seconds pass, or a fifth of the
-    prefill that is held for the place beside it (``held_s``), or forty times what a prefill takes however short; None:
-    all of them."""
+    """Tokens from the start of a prompt to prefill now, so that about ``slice_s`` seconds pass (more where a part
+    is dear), or a fifth of the prefill that is held for the place beside it (``held_s``); None: all of them."""
     if not settings.slice_s:
         return None
-    slice_s = max(settings.slice_s, _OF_HELD * held_s, min(_OF_FIXED * fixed_s(rates), _LONGEST_S))
+    slice_s = max(settings.slice_s * min(max(fixed_s(rates) / _FIXED_S, 1.0), _LONGEST), _OF_HELD * held_s)
     if prefill_s(rates, prompt_tokens - cached_tokens, cached_tokens) <= _LONG * slice_s:
         return None
     uncached = max(tokens_in(rates, slice_s, cached_tokens), _LEAST_STEPS * settings.step_tokens)

@@ -89,6 +89,8 @@ class RequestView(msgspec.Struct, frozen=True):
     """Why prefill and decode must stay on one engine (from the capability table); None when they may part."""
     session_requests: float = 1.0
     """How many requests a session brings here on the average: what its first one commits a place to."""
+    homed: bool = False
+    """Whether its session has a home, be it among the places or not."""
     sliceable: bool = False
     """Whether the caller can have the first so many tokens of the prompt prefilled by themselves."""
 
@@ -150,10 +152,11 @@ class RoutingSettings:
     ``k0``, ``k1``: shadow price of recomputed seconds, ``k0 + k1 * rho / (1 - rho)`` with the cluster's load rho.
     ``tau_first_s``, ``tau_later_s``: seconds charged per unit of a place's own offered load, for a session's first
     request and for later ones; ``tau_more_s``: more for the first one, per further request that sessions bring on the
-    average (50 at most). ``decode_weight``: seconds to the first token that one second of slower decoding is
-    worth. ``hold_below_s``: late binding sends the next request to a place once it has at most this much prefill left.
-    ``step_tokens``: uncached tokens that an engine computes in one step; so many may be outstanding at a place whatever
-    they are predicted to take. ``age_weight``: seconds of predicted prefill that one second of waiting buys.
+    average (of one session 50 count at most).
+    ``decode_weight``: seconds to the first token that one second of slower decoding is worth. ``hold_below_s``: late
+    binding sends the next request to a place once it has at most this much prefill left. ``step_tokens``: uncached
+    tokens that an engine computes in one step; so many may be outstanding at a place whatever they are predicted to
+    take. ``age_weight``: seconds of predicted prefill that one second of waiting buys.
     ``starve_after_s``: a request held longer goes next, whatever its length. ``slice_s``: a prefill that takes more
     than half as long again is sent in parts of about so long (see ``slices``); 0: never.
     """
@@ -248,14 +251,19 @@ class PlaceView:
         """Whether a session leaves this home for ``other`` for free: its prefix is gone from here, or it begins anew,
         and ``other`` holds as much of the prompt (to a twentieth). False while no index knows."""
         slack = prompt_tokens // 20
-        return self.begins_anew(prompt_tokens) and (self.cached_tokens or 0) <= (other.cached_tokens or 0) + slack
+        return self.begins_anew(prompt_tokens) and self.resident_tokens <= other.resident_tokens + slack
+
+    @property
+    def resident_tokens(self) -> int:
+        """Tokens of the prompt that need not be computed here: cached ones and those to be loaded from a tier."""
+        return (self.cached_tokens or 0) + self.host_tokens
 
     def begins_anew(self, prompt_tokens: int) -> bool:
         """Whether hardly anything that the session has at this home is of use for its next prompt. False while no index
         knows."""
         if self.cached_tokens is None or self.unseen:
             return False
-        return self.rewritten or self.cached_tokens <= prompt_tokens // 20
+        return self.rewritten or self.resident_tokens <= prompt_tokens // 20
 
     def copy(self) -> PlaceView:
         """A snapshot that later changes do not reach."""

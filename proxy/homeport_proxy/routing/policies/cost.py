@@ -13,7 +13,7 @@ For each place b, in seconds::
   ``c(b)``: the share of its cache that b fills in a second of prefill, over the mean of the places: the same seconds
   of load push out more of what a fast engine holds, or one with a small cache. ``tau`` is ``tau_later_s``; for a
   session's first request, or one that begins anew, ``tau_first_s + tau_more_s * (n - 1)`` where sessions bring n
-  requests of late (50 at most): it commits the place to all that follows.
+  requests of late: it commits the place to all that follows.
 - ``slowdown(b)``: what joining the decode batch costs this request and its neighbours over the whole answer;
   ``decode_weight`` makes it seconds to a first token.
 - On a decode place with separate prefill: prefill by the cheapest prefill place plus the transfer of what the decode
@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from homeport_proxy.routing.cost import (
-    cache_pace,
+    cache_paces,
     cluster_rho,
     decode_slowdown_s,
     load_price_s,
@@ -52,9 +52,9 @@ from homeport_proxy.routing.views import Cost, PlaceView, RequestView, RoutingSe
 TIE_S = 1e-3
 
 
-_Work = tuple[PlaceView, PlaceView, float, float, float, int, float]
+_Work = tuple[PlaceView, PlaceView, float, float, float, int]
 """A request's prefill for a place: the place, the one that prefills, seconds to wait, to prefill and to transfer,
-cached tokens, and the pace at which that fills a cache."""
+cached tokens."""
 
 
 def choose(
@@ -63,17 +63,17 @@ def choose(
     """The place of the lowest cost; ``places`` may include prefill places, which only serve decode places' prefills."""
     works = _works(request, places, now_s, settings)
     home = None
-    for place in places:
+    for place, *_ in works:
         if place.home:
             home = place
     prompt, output = request.prompt_tokens, request.expected_output_tokens
     rhos = [place.rho for place in places if place.role != "decode"] or [work[0].rho for work in works]
     k = shadow_factor(settings, cluster_rho(rhos))
-    tau_s = load_price_s(settings, request, home) * len(works) / sum([pace for *_, pace in works])
-    most, most_cached = max([(cached + worker.host_tokens, cached) for _, worker, _, _, _, cached, _ in works])
+    tau_s, paces = load_price_s(settings, request, home), cache_paces([work[1] for work in works])
+    most, most_cached = max([(cached + worker.host_tokens, cached) for _, worker, _, _, _, cached in works])
     costs: dict[str, Cost] = {}
     scored: list[tuple[float, PlaceView]] = []
-    for place, worker, wait_s, work_s, transfer_s, cached, pace in works:
+    for (place, worker, wait_s, work_s, transfer_s, cached), pace in zip(works, paces, strict=True):
         colder = cached < most_cached or cached + worker.host_tokens < most
         shadow_s = k * wasted_s(work_s, worker.rates, prompt, most_cached, most - most_cached) if colder else 0.0
         load_s = tau_s * worker.rho * pace
@@ -113,7 +113,7 @@ def _works(
             wait_s, work_s = place.wait_s, tiered_prefill_s(place.rates, prompt, cached, place.host_tokens)
             if place.queued_ranks:
                 wait_s += queue_wait_s(place, work_s, now_s, settings)
-        works.append((place, worker, wait_s, work_s, transfer_s, cached, cache_pace(worker, settings)))
+        works.append((place, worker, wait_s, work_s, transfer_s, cached))
     return works
 
 
