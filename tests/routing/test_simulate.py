@@ -336,3 +336,12 @@ def test_a_flooding_tenant_does_not_raise_anothers_wait() -> None:
     alone = quiet_p90_s(flood=False, settings=RoutingSettings())
     flooded = quiet_p90_s(flood=True, settings=RoutingSettings())
     assert flooded <= 1.3 * alone
+
+
+def test_the_documented_cluster_file_is_the_default(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "routing.md").read_text()
+    documented = text.split("```yaml\nreplicas", 1)[1].split("```", 1)[0]
+    file = tmp_path / "cluster.yaml"
+    file.write_text("replicas" + documented)
+    assert load_cluster(file) == Cluster()
+    assert all(f"{name}:" in documented for name in Cluster.model_fields if name != "replicas")
