@@ -405,3 +405,14 @@ def test_the_session_ring_bounds_load() -> None:
     for ticket in held:
         fleet.router.cancel(ticket, fleet.now_s)
     assert fleet.empty()
+
+
+def test_a_home_that_prefills_only_from_now_on_is_left() -> None:
+    fleet = Fleet(spec("a"), spec("b"))
+    _, home = word(fleet, request("s", 40))
+    other = {"a": "b", "b": "a"}[home]
+    fleet.router.set_places([spec(home, role="prefill"), spec(other)])
+    assert word(fleet, request("s", 41)) == (Word.MOVED, other)
+    assert word(fleet, request("s", 42)) == (Word.HOME, other)
+    assert not fleet.router.adopt("t", home, fleet.now_s)
+    assert fleet.router.adopt("t", other, fleet.now_s)

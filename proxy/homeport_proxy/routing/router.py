@@ -328,7 +328,7 @@ class Router:
 
     def adopt(self, session: str, home: str, now_s: float) -> bool:
         """Take over a session's home from another proxy; False when that place is not known here. Counts no move."""
-        if home not in self._places:
+        if not self._can_be_home(home):
             return False
         kept = self._sessions.keep(session, now_s)
         kept.unseen |= kept.home != home
@@ -369,7 +369,7 @@ class Router:
 
     def _as_known(self, request: RequestView, session: Session) -> RequestView:
         """The request with its scope's own digests, and with the prompt length that the session's last answer tells."""
-        homed = session.home is not None and session.home in self._places
+        homed = session.home is not None and self._can_be_home(session.home)
         request = replace(request, session_requests=self._sessions.mean_requests, homed=homed)
         salt = scoped(request)
         if salt:
@@ -388,6 +388,11 @@ class Router:
         if flight.host is not None and flight.prefiller is not flight.host:
             self._index.sent(flight.host.spec.name, ticket.request, flight.key)
             self._index.settled(flight.host.spec.name, flight.key)
+
+    def _can_be_home(self, name: str) -> bool:
+        """Whether it is a place of the fleet that can decode."""
+        place = self._places.get(name)
+        return place is not None and place.spec.role != "prefill"
 
     def _of(self, backend: str) -> list[Place]:
         return [place for place in self._places.values() if place.spec.backend == backend]
@@ -442,7 +447,7 @@ class Router:
         view.dearer_times = session.dearer_times
 
     def _decide(self, request: RequestView, session: Session, now_s: float, exclude: Collection[str] = ()) -> Decision:
-        if session.home is not None and session.home not in self._places:
+        if session.home is not None and not self._can_be_home(session.home):
             self._sessions.settle(session, None)
             session.homeless = True
         views = self._views(request, session, exclude, now_s)
