@@ -74,6 +74,12 @@ def test_who_commits_no_place_is_not_charged_for_what_will_follow(what: dict[str
     assert load_price_s(SETTINGS, replace_struct(PROMPT, session_requests=10.0, **what), None) == price_s
 
 
+@pytest.mark.parametrize(("tokens", "price_s"), [(255, SETTINGS.tau_later_s), (256, SETTINGS.tau_first_s)])
+def test_hardly_anything_begins_nothing(tokens: int, price_s: float) -> None:
+    short = replace_struct(PROMPT, prompt_tokens=tokens, homed=True)
+    assert load_price_s(SETTINGS, short, place("home", FAST, home=True)) == price_s
+
+
 def test_a_capacity_that_is_not_known_is_taken_as_the_others() -> None:
     rates = (FAST, SLOW)
     known = [place(str(n), rate, kv_capacity_tokens=2_600_000) for n, rate in enumerate(rates)]

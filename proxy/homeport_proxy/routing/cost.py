@@ -10,6 +10,9 @@ from homeport_proxy.routing.views import PlaceView, Rates, RequestView, RoutingS
 LEAST_FIXED_S = 0.02
 """Of any prefill at least: else a burst of short prompts would pile on one place."""
 
+_LEAST_TOKENS = 256
+"""Of a prompt that may begin its session anew."""
+
 
 def fixed_s(rates: Rates) -> float:
     """``T0``: seconds that every prefill takes, however short."""
@@ -89,9 +92,14 @@ def cache_paces(places: Sequence[PlaceView]) -> Sequence[float]:
 def load_price_s(settings: RoutingSettings, request: RequestView, home: PlaceView | None) -> float:
     """Seconds charged per unit of a place's offered load: where a session begins, more the more will follow.
 
-    ``home``: the session's, when it is among the places; who goes elsewhere because it is down, commits no place.
+    ``home``: the session's, when it is among the places; who goes elsewhere because it is down, commits no place. Nor
+    does a prompt so short that hardly anything of it is ever cached: its session would be at home nowhere.
     """
-    begins = home.begins_anew(request.prompt_tokens) if home is not None else not request.homed
+    prompt_tokens = request.prompt_tokens
+    if home is not None:
+        begins = prompt_tokens >= _LEAST_TOKENS and home.begins_anew(prompt_tokens)
+    else:
+        begins = not request.homed
     if not begins or request.kind == "side":
         return settings.tau_later_s
     more = request.session_requests - 1.0 if request.kind == "main" else 0.0  # a sub-agent belongs beside its parent
