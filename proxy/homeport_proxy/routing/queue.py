@@ -170,15 +170,10 @@ class VirtualQueues:
         queue = self._queues.get(place)
         return _still_held([held for share in queue.by_share.values() for held in share] if queue is not None else [])
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is held anywhere, rests included."""
-        return not self._queues
-
     def ranks_and_works(self, place: str) -> tuple[Sequence[float], Sequence[float]]:
         """Sort keys and predicted prefill (s) of what is held for ``place``, in order; not to be changed."""
         queue = self._queues.get(place)
-        return (queue.ranks, queue.works) if queue is not None else NOBODY
+        return (queue.ranks, queue.works) if queue is not None else _NOBODY
 
     def push(self, held: Held, *, parked: bool = False) -> None:
         """Hold a request. ``parked``: what is left of one while a part of it is prefilled; it is not served, but others
@@ -247,5 +242,5 @@ def _still_held(seen: Sequence[Held]) -> Iterator[Held]:
     return (held for held in seen if not held.out)
 
 
-NOBODY: tuple[Sequence[float], Sequence[float]] = ((), ())
+_NOBODY: tuple[Sequence[float], Sequence[float]] = ((), ())
 """Ranks and works where nothing is held."""

@@ -21,7 +21,7 @@ from homeport_proxy.routing.index.combined import PrefixIndex
 from homeport_proxy.routing.learning import learn_index, learn_speeds, scoped, sight
 from homeport_proxy.routing.place import ForeignLoad, Place
 from homeport_proxy.routing.policies import Policy
-from homeport_proxy.routing.queue import NOBODY, Held, VirtualQueues
+from homeport_proxy.routing.queue import Held, VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
 from homeport_proxy.routing.shortlist import Shortlist
 from homeport_proxy.routing.slices import begun, part_tokens
@@ -368,20 +368,25 @@ class Router:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _as_known(self, request: RequestView, session: Session) -> RequestView:
-        """The request with its scope's own digests, and with the prompt length that the session's last answer tells."""
-        homed = session.home is not None and self._can_be_home(session.home)
-        request = replace(request, session_requests=self._sessions.mean_requests, homed=homed)
+        """The request with what is known of its session, its scope's own digests, and the prompt length that the
+        session's last answer tells."""
+        prefix, prompt_tokens = request.prefix, request.prompt_tokens
         salt = scoped(request)
         if salt:
-            keys = [key ^ salt for key in request.prefix.text_blocks]
-            prefix = PrefixKeys(keys, request.prefix.text_block_chars, request.prefix.token_blocks)
-            request = replace(request, prefix=prefix)
+            keys = [key ^ salt for key in prefix.text_blocks]
+            prefix = PrefixKeys(keys, prefix.text_block_chars, prefix.token_blocks)
         if request.prompt_estimated and session.prompt_tokens and session.trace is not None:
-            tokens = session.trace.continued_tokens(request.prefix.text_blocks)
+            tokens = session.trace.continued_tokens(prefix.text_blocks)
             if tokens is not None:
                 longest = self._shortlist.longest
-                request = replace(request, prompt_tokens=tokens if longest is None else min(tokens, longest - 1))
-        return request
+                prompt_tokens = tokens if longest is None else min(tokens, longest - 1)
+        return replace(
+            request,
+            prefix=prefix,
+            prompt_tokens=prompt_tokens,
+            session_requests=self._sessions.mean_requests,
+            homed=session.home is not None and self._can_be_home(session.home),
+        )
 
     def _lies_at_host(self, ticket: Ticket, flight: Flight) -> None:
         """After a separate prefill: the prompt's KV is now known to lie at the decode engine as well."""
@@ -419,12 +424,12 @@ class Router:
         views = []
         tokenised = bool(request.prefix.token_blocks)
         indexed = tokenised or bool(request.prefix.text_blocks)
-        other, mostly, far, waiting = cached.other, cached.mostly, request.rtt_s, not queues.empty
+        other, mostly, far = cached.other, cached.mostly, request.rtt_s
         own = self._places.get(home or parent_home or "")
         for place in self._shortlist.pick(eligible, request, own, cached, now_s):
             name = place.spec.name
             view = place.refresh(now_s)
-            view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name) if waiting else NOBODY
+            view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name)
             view.cached_tokens = other.get(name, mostly) if indexed else None
             view.host_tokens = index.host_tokens(name, request) if tokenised else 0
             view.rtt_s = place.rates.rtt_s + far.get(place.spec.backend, 0.0) if far else place.rates.rtt_s

@@ -62,10 +62,7 @@ def choose(
 ) -> Choice:
     """The place of the lowest cost; ``places`` may include prefill places, which only serve decode places' prefills."""
     works = _works(request, places, now_s, settings)
-    home = None
-    for place, *_ in works:
-        if place.home:
-            home = place
+    home = next((work[0] for work in works if work[0].home), None)
     prompt, output = request.prompt_tokens, request.expected_output_tokens
     rhos = [place.rho for place in places if place.role != "decode"] or [work[0].rho for work in works]
     k = shadow_factor(settings, cluster_rho(rhos))
