@@ -248,7 +248,7 @@ class _Admin:
 def _readable(summary: Summary) -> Summary:
     """A request's summary with the costs of its places by name."""
     costs = cast("dict[str, Cost]", summary["costs"])
-    return {**summary, "costs": {place: cost._asdict() for place, cost in costs.items()}}
+    return {**summary, "costs": {place: msgspec.structs.asdict(cost) for place, cost in costs.items()}}
 
 
 def _peer(request: web.Request) -> str | None:

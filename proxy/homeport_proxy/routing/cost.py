@@ -24,16 +24,18 @@ def prefill_s(rates: Rates, uncached_tokens: int, cached_tokens: int) -> float:
 
     ``T0 + u / R * (1 + (c + u / 2) / A)``, ``T0`` as :func:`fixed_s`.
     """
-    attention = 1.0 + (cached_tokens + uncached_tokens / 2) / rates.attention_tokens
-    return fixed_s(rates) + uncached_tokens / rates.tokens_per_s * attention
+    return tiered_prefill_s(rates, cached_tokens + uncached_tokens, cached_tokens, 0)
 
 
 def tiered_prefill_s(rates: Rates, prompt_tokens: int, cached_tokens: int, host_tokens: int) -> float:
     """Seconds until a prompt is prefilled, when ``host_tokens`` after the cached ones may be loaded from a tier.
 
-    A token in a tier costs the cheaper of loading and computing it again.
+    A token in a tier costs the cheaper of loading and computing it again (:func:`prefill_s`).
     """
-    computed_s = prefill_s(rates, prompt_tokens - cached_tokens, cached_tokens)
+    uncached_tokens = prompt_tokens - cached_tokens
+    attention = 1.0 + (cached_tokens + uncached_tokens / 2) / rates.attention_tokens
+    t0_s = rates.t0_s if rates.t0_s > LEAST_FIXED_S else LEAST_FIXED_S  # fixed_s, of which there are many a decision
+    computed_s = t0_s + uncached_tokens / rates.tokens_per_s * attention
     if not host_tokens:
         return computed_s
     held = min(cached_tokens + host_tokens, max(prompt_tokens - 1, 0))

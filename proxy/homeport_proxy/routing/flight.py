@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from homeport_proxy.routing.bursts import Burst
 from homeport_proxy.routing.causes import PromptTrace, Sight
 from homeport_proxy.routing.cost import tiered_prefill_s
@@ -12,61 +14,37 @@ from homeport_proxy.routing.sessions import Session
 from homeport_proxy.routing.views import RequestView
 
 
-class Flight:
+class Flight(msgspec.Struct, eq=False):
     """A queue slot, then prefill load at one place and decode load at one place. Tokens and seconds."""
 
-    __slots__ = (
-        "burst",
-        "cached",
-        "context",
-        "decoding",
-        "found",
-        "found_raw",
-        "handed_over_s",
-        "held",
-        "host",
-        "kept",
-        "key",
-        "part",
-        "parts",
-        "prefiller",
-        "prefilling",
-        "previous_use_s",
-        "request",
-        "session",
-        "sight",
-        "trace",
-        "uncached",
-        "whole",
-    )
-
-    def __init__(self, key: int, request: RequestView, session: Session, previous_use_s: float) -> None:
-        self.key = key
-        self.previous_use_s = previous_use_s
-        self.request = request
-        self.session = session
-        self.held: Held | None = None
-        self.host: Place | None = None
-        self.prefiller: Place | None = None
-        self.prefilling = False
-        self.decoding = False
-        self.uncached = 0
-        self.cached = 0
-        self.found = self.found_raw = 0
-        """What it was expected to find before any part of it was computed: by confidence, and by the index alone."""
-        self.part: Flight | None = None
-        """The part of its prompt that is being prefilled by itself."""
-        self.kept: Flight | None = None
-        """The last part that was, while what its engine's events say of it may still be on the way."""
-        self.parts = 0
-        """How many were."""
-        self.whole = False
-        """A part of it could not be prefilled: it goes as it is."""
-        self.context = 0
-        self.burst: Burst | None = None
-        self.handed_over_s: float | None = None
-        self.sight: Sight | None = None
-        self.trace: PromptTrace | None = None
+    key: int
+    request: RequestView
+    session: Session
+    previous_use_s: float
+    held: Held | None = None
+    host: Place | None = None
+    prefiller: Place | None = None
+    prefilling: bool = False
+    decoding: bool = False
+    uncached: int = 0
+    cached: int = 0
+    found: int = 0
+    """What it was expected to find before any part of it was computed, by confidence."""
+    found_raw: int = 0
+    """The same by the index alone."""
+    part: Flight | None = None
+    """The part of its prompt that is being prefilled by itself."""
+    kept: Flight | None = None
+    """The last part that was, while what its engine's events say of it may still be on the way."""
+    parts: int = 0
+    """How many were."""
+    whole: bool = False
+    """A part of it could not be prefilled: it goes as it is."""
+    context: int = 0
+    burst: Burst | None = None
+    handed_over_s: float | None = None
+    sight: Sight | None = None
+    trace: PromptTrace | None = None
 
     def foresee(self, worker: Place, index: Index) -> None:
         """What it will find at ``worker``, before any part of it is computed there."""

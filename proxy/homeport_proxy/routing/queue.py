@@ -7,9 +7,11 @@ The order inside a share is ``work - age_weight * age``. As ``age = now - since`
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
+
+import msgspec
 
 from homeport_proxy.routing.views import Decision, RoutingSettings, Ticket
 
@@ -19,44 +21,21 @@ _QUANTUM_S = 0.25
 _MAX_USERS = 10_000
 
 
-class Held:
+class Held(msgspec.Struct, eq=False):
     """A request in a queue: the decision it waits for, predicted prefill there (s, uncached tokens), since when, its
     sort key, and whether it stays at this place (a part of it was prefilled there) or is no more than the rest of one
     that is being prefilled there in part (``parked``)."""
 
-    __slots__ = (
-        "begun",
-        "decision",
-        "out",
-        "parked",
-        "place",
-        "rank",
-        "since_s",
-        "ticket",
-        "uncached_tokens",
-        "work_s",
-    )
-
-    def __init__(
-        self,
-        ticket: Ticket,
-        decision: Decision,
-        place: str,
-        work_s: float,
-        uncached_tokens: int,
-        since_s: float,
-        begun: bool = False,
-    ) -> None:
-        self.ticket = ticket
-        self.decision = decision
-        self.place = place
-        self.work_s = work_s
-        self.uncached_tokens = uncached_tokens
-        self.since_s = since_s
-        self.begun = begun
-        self.parked = False
-        self.rank = 0.0
-        self.out = False
+    ticket: Ticket
+    decision: Decision
+    place: str
+    work_s: float
+    uncached_tokens: int
+    since_s: float
+    begun: bool = False
+    parked: bool = False
+    rank: float = 0.0
+    out: bool = False
 
 
 _rank = attrgetter("rank")
@@ -145,33 +124,42 @@ class _Queue:
 
 
 class VirtualQueues:
-    """All held requests, by the place whose prefill they wait for."""
+    """All held requests, by the place whose prefill they wait for.
+
+    A request that is held alone mostly goes at once: it is kept beside the queues (``_lone``) and joins its own only
+    when somebody else comes or somebody looks.
+    """
 
     def __init__(self, settings: RoutingSettings) -> None:
         self.settings = settings
         self._queues: dict[str, _Queue] = {}
         self._shares = Shares()
         self._count = 0
+        self._lone: Held | None = None
 
     def __len__(self) -> int:
         return self._count
 
     def waiting(self) -> Sequence[str]:
         """Places that something waits for."""
+        if self._lone is not None:
+            return [self._lone.place]
         return [name for name, queue in self._queues.items() if queue.by_share]
 
     def count(self, place: str) -> int:
         """How many requests are held for ``place``."""
-        queue = self._queues.get(place)
+        queue = self._joined().get(place)
         return sum(map(len, queue.by_share.values())) if queue is not None else 0
 
     def at(self, place: str) -> Iterator[Held]:
         """The requests held for ``place``, without those that leave while one goes through them."""
-        queue = self._queues.get(place)
+        queue = self._joined().get(place)
         return _still_held([held for share in queue.by_share.values() for held in share] if queue is not None else [])
 
     def ranks_and_works(self, place: str) -> tuple[Sequence[float], Sequence[float]]:
         """Sort keys and predicted prefill (s) of what is held for ``place``, in order; not to be changed."""
+        if self._lone is not None:
+            self._joined()
         queue = self._queues.get(place)
         return (queue.ranks, queue.works) if queue is not None else _NOBODY
 
@@ -180,14 +168,22 @@ class VirtualQueues:
         that come after it wait for it as well."""
         held.rank = held.work_s + self.settings.age_weight * held.since_s
         held.out, held.parked = False, parked
-        queue = self._queues.get(held.place)
-        if queue is None:
-            queue = self._queues[held.place] = _Queue()
-        queue.add(held)
-        self._count += not parked
+        if parked:
+            self._join(held)
+            return
+        self._count += 1
+        if self._count == 1:
+            self._lone = held
+            return
+        self._joined()
+        self._join(held)
 
     def remove(self, held: Held) -> None:
         """Take a request out without serving it."""
+        if held is self._lone:
+            self._lone, held.out = None, True
+            self._count -= 1
+            return
         queue = self._queues.get(held.place)
         if queue is None or held.out:
             return
@@ -206,6 +202,8 @@ class VirtualQueues:
 
     def first(self, place: str, now_s: float) -> Held | None:
         """Who goes next at ``place``: the starved, else the fair share's turn, inside it the shortest prefill."""
+        if self._lone is not None:
+            return self._lone if self._lone.place == place else None
         queue = self._queues.get(place)
         if queue is None or not queue.by_share:
             return None
@@ -222,20 +220,33 @@ class VirtualQueues:
 
     def held_s(self, place: str) -> float:
         """Predicted prefill (s) of all that is held for ``place``."""
-        queue = self._queues.get(place)
+        queue = self._joined().get(place)
         return sum(queue.works) if queue is not None else 0.0
 
     def ahead_s(self, held: Held) -> float:
         """Predicted prefill (s) of those that go before ``held`` at its place."""
-        queue = self._queues[held.place]
+        queue = self._joined()[held.place]
         return sum(queue.works[: bisect_left(queue.ranks, held.rank)])
 
     def movable(self, each: int = 4) -> Iterator[Held]:
         """Of every share in every queue, the first few and the last few: who may gain by going elsewhere. Without those
         that leave while one goes through them."""
-        shares = [share for queue in self._queues.values() for share in queue.by_share.values()]
+        shares = [share for queue in self._joined().values() for share in queue.by_share.values()]
         few = [share[:each] + share[-each:] if len(share) > 2 * each else share for share in shares]
         return _still_held([held for share in few for held in share])
+
+    def _joined(self) -> Mapping[str, _Queue]:
+        """The queues, with everybody in them."""
+        if self._lone is not None:
+            lone, self._lone = self._lone, None
+            self._join(lone)
+        return self._queues
+
+    def _join(self, held: Held) -> None:
+        queue = self._queues.get(held.place)
+        if queue is None:
+            queue = self._queues[held.place] = _Queue()
+        queue.add(held)
 
 
 def _still_held(seen: Sequence[Held]) -> Iterator[Held]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -114,7 +114,7 @@ class PlaceSpec:
     """Adapters served; None: unknown, so any may be tried."""
 
 
-class Cost(NamedTuple):
+class Cost(msgspec.Struct, frozen=True, array_like=True):
     """What a place would cost this request, in seconds, by part; ``total_s`` is what the policy compares."""
 
     total_s: float
