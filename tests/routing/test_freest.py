@@ -12,7 +12,7 @@ from homeport_proxy.routing.place import Place
 from routing.routing_kit import spec
 
 PLACES = 7
-CHANGE = st.tuples(st.integers(0, PLACES - 1), st.sampled_from(["prefill", "end", "decode", "offer", "look"]))
+CHANGE = st.tuples(st.integers(0, PLACES - 1), st.sampled_from(["prefill", "end", "decode", "offer", "held", "look"]))
 
 
 @settings(max_examples=100, deadline=None)
@@ -31,6 +31,8 @@ def test_the_least_burdened_come_first_and_equals_in_turn(changes: list[tuple[in
             load.begin_decode(100)
         elif change == "offer":
             load.offer(0.5, 0.0)
+        elif change == "held":
+            load.held(0.3 * serial)
         else:
             list(freest.since(start))
     turned = places[start:] + places[:start]

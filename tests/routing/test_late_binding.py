@@ -1,8 +1,11 @@
 """Held requests: short ones first, nothing starves, tenants and users get their shares, idle places help."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from homeport_proxy.routing.views import PrefixKeys, RoutingSettings, Ticket, Word
+from homeport_proxy.routing.queue import Held, VirtualQueues
+from homeport_proxy.routing.views import Decision, PrefixKeys, RoutingSettings, Ticket, Word
 from routing.routing_kit import Fleet, request, spec
 
 
@@ -213,3 +216,64 @@ def test_who_was_served_while_others_were_placed_anew_is_not_sent_twice() -> Non
     for ticket in (blocker, *waiting):
         fleet.router.cancel(ticket, fleet.now_s)
     assert fleet.empty()
+
+
+def test_in_a_large_fleet_what_is_held_for_a_place_makes_it_no_free_one() -> None:
+    """Its engine has least to do; four more wait for it."""
+    fleet = Fleet(*[spec(f"d{number}") for number in range(18)])
+    for number in range(1, 18):
+        fleet.router.adopt(f"busy{number}", f"d{number}", 0.0)
+        fleet.start(request(f"busy{number}", 60))
+    for number in range(5):
+        fleet.router.adopt(f"s{number}", "d0", 0.0)
+    held(fleet, *[(f"s{number}", 40) for number in range(5)])
+    assert len(fleet.router.due(0.0)) == 1
+    assert fleet.router.status(0.0).places["d0"].queued == 4
+    for number in range(20):
+        ticket = fleet.router.arrive(request(f"new{number}", 2), 0.0)
+        priced = [place.name for place in fleet.records[-1].places]
+        assert 0 < len(priced) < 18
+        assert "d0" not in priced
+        fleet.router.cancel(ticket, 0.0)
+
+
+STEP = st.tuples(
+    st.sampled_from(["push", "park", "take", "remove", "first"]),
+    st.integers(0, 1),
+    st.integers(1, 9),
+    st.integers(0, 2),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(STEP, max_size=30))
+def test_whether_anybody_looks_changes_nothing_in_the_queues(steps: list[tuple[str, int, int, int]]) -> None:
+    """One who is held alone stands beside the queues until somebody looks; what the queues say is the same."""
+    seen: list[list[object]] = []
+    for looks in (False, True):
+        says: list[object] = []
+        amounts: dict[str, float] = {}
+        queues, entered = VirtualQueues(RoutingSettings(), amounts.__setitem__), list[Held]()
+        for number, (step, place, work_s, who) in enumerate(steps):
+            standing = [one for one in entered if not one.out]
+            if step in ("push", "park"):
+                asked = request(f"s{number}", 1, tenant=f"t{who}", request_id=f"r{number}")
+                entered.append(
+                    Held(
+                        Ticket(asked, 0.0), Decision("d0", Word.HOME, ""), f"d{place}", float(work_s), 1, float(number)
+                    )
+                )
+                queues.push(entered[-1], parked=step == "park")
+            elif step == "first":
+                first = queues.first(f"d{place}", float(len(steps)))
+                says.append(None if first is None else first.ticket.request.request_id)
+            elif standing:
+                one = standing[who % len(standing)]
+                queues.take(one, one.work_s) if step == "take" else queues.remove(one)
+            if looks:
+                assert queues.count("d0") + queues.count("d1") == len(queues)
+            says += [len(queues), sorted(queues.waiting())]
+        says += [[queues.count(name), queues.held_s(name), *queues.ranks_and_works(name)] for name in ("d0", "d1")]
+        assert all(amounts.get(name, 0.0) == queues.held_s(name) for name in ("d0", "d1"))
+        seen.append(says)
+    assert seen[0] == seen[1]

@@ -25,6 +25,7 @@ class PlaceLoad:
         "_fresh",
         "_fresh_since_s",
         "_head_since_s",
+        "_held_s",
         "_offered_s",
         "_prefills",
         "_queued_s",
@@ -46,13 +47,14 @@ class PlaceLoad:
         self._prefills: dict[int, float] = {}
         self._bursts = Bursts()
         self._queued_s = 0.0
+        self._held_s = 0.0
         self._head_since_s = 0.0
         self._offered_s = 0.0
         self._decayed_s = 0.0
         self.fixed_s = LEAST_FIXED_S
         """Of each prefill's predicted seconds the part that does not grow with the prompt."""
         self.burden_s = 0.0
-        """A coarse measure to sort places by: prefill sent and offered lately, requests in flight (s)."""
+        """A coarse measure to sort places by: prefill sent, held and offered lately, requests in flight (s)."""
         self.weighed: set[PlaceLoad] = set()
         """Where to note that it changed."""
         self._fresh = 0.0
@@ -80,6 +82,11 @@ class PlaceLoad:
         """``work_s`` of prefill was assigned to this place (held or sent)."""
         self._offered_s = self._offered(now_s) + work_s
         self._decayed_s = now_s
+        self._weigh()
+
+    def held(self, work_s: float) -> None:
+        """``work_s`` of prefill is held for this place, not yet sent."""
+        self._held_s = work_s
         self._weigh()
 
     def end_prefill(self, key: int, uncached_tokens: int, now_s: float, *, ran: bool) -> Burst | None:
@@ -156,7 +163,7 @@ class PlaceLoad:
         return self._offered_s * math.exp(-age_s / self.window_s) if age_s > 0 else self._offered_s
 
     def _weigh(self) -> None:
-        self.burden_s = self._queued_s + self._offered_s / self.window_s + 0.01 * self.requests
+        self.burden_s = self._queued_s + self._held_s + self._offered_s / self.window_s + 0.01 * self.requests
         self.weighed.add(self)
 
     def show(self, view: PlaceView, now_s: float) -> None:

@@ -7,7 +7,7 @@ The order inside a share is ``work - age_weight * age``. As ``age = now - since`
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -127,11 +127,13 @@ class VirtualQueues:
     """All held requests, by the place whose prefill they wait for.
 
     A request that is held alone mostly goes at once: it is kept beside the queues (``_lone``) and joins its own only
-    when somebody else comes or somebody looks.
+    when somebody else comes or somebody looks. ``held`` is told of
+    every change of what is held for a place: predicted prefill, seconds.
     """
 
-    def __init__(self, settings: RoutingSettings) -> None:
+    def __init__(self, settings: RoutingSettings, held: Callable[[str, float], None]) -> None:
         self.settings = settings
+        self._held = held
         self._queues: dict[str, _Queue] = {}
         self._shares = Shares()
         self._count = 0
@@ -188,6 +190,7 @@ class VirtualQueues:
         if queue is None or held.out:
             return
         queue.remove(held)
+        self._held(held.place, sum(queue.works))
         self._count -= not held.parked
         if not queue.ranks:
             del self._queues[held.place]
@@ -247,6 +250,7 @@ class VirtualQueues:
         if queue is None:
             queue = self._queues[held.place] = _Queue()
         queue.add(held)
+        self._held(held.place, sum(queue.works))
 
 
 def _still_held(seen: Sequence[Held]) -> Iterator[Held]:

@@ -68,7 +68,7 @@ class Router:
         self._policy = policy
         self._places: dict[str, Place] = {}
         self._sessions = SessionTable(settings.idle_ttl_s, settings.max_sessions)
-        self._queues = VirtualQueues(settings)
+        self._queues = VirtualQueues(settings, self._held)
         self._index: Index = index or PrefixIndex(settings.index_bytes, settings.default_kv_tokens)
         self._flights: dict[Ticket, Flight] = {}
         self._ready: list[Ticket] = []
@@ -393,6 +393,10 @@ class Router:
         if flight.host is not None and flight.prefiller is not flight.host:
             self._index.sent(flight.host.spec.name, ticket.request, flight.key)
             self._index.settled(flight.host.spec.name, flight.key)
+
+    def _held(self, name: str, work_s: float) -> None:
+        if (place := self._places.get(name)) is not None:
+            place.load.held(work_s)
 
     def _can_be_home(self, name: str) -> bool:
         """Whether it is a place of the fleet that can decode."""

@@ -12,7 +12,7 @@ from homeport_proxy.routing.place import Place
 from homeport_proxy.routing.views import USABLE, RequestView, Role
 
 SMALL_FLEET = 16
-_LEAST_LOADED = 3
+_LEAST_LOADED = 2
 _WARMEST = 4
 
 
