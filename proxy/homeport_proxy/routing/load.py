@@ -29,7 +29,6 @@ class PlaceLoad:
         "_offered_s",
         "_prefills",
         "_queued_s",
-        "burden_s",
         "decode_tokens",
         "fixed_s",
         "fresh_tokens_per_s",
@@ -53,10 +52,8 @@ class PlaceLoad:
         self._decayed_s = 0.0
         self.fixed_s = LEAST_FIXED_S
         """Of each prefill's predicted seconds the part that does not grow with the prompt."""
-        self.burden_s = 0.0
-        """A coarse measure to sort places by: prefill sent, held and offered lately, requests in flight (s)."""
         self.weighed: set[PlaceLoad] = set()
-        """Where to note that it changed."""
+        """Where to note that ``burden_s`` changed."""
         self._fresh = 0.0
         self._fresh_since_s = 0.0
         self.fresh_tokens_per_s = 0.0
@@ -76,18 +73,18 @@ class PlaceLoad:
             known = self.fresh_tokens_per_s
             self.fresh_tokens_per_s = known + 0.5 * (pace - known) if known else pace
             self._fresh, self._fresh_since_s = 0.0, now_s
-        self._weigh()
+        self.weighed.add(self)
 
     def offer(self, work_s: float, now_s: float) -> None:
         """``work_s`` of prefill was assigned to this place (held or sent)."""
         self._offered_s = self._offered(now_s) + work_s
         self._decayed_s = now_s
-        self._weigh()
+        self.weighed.add(self)
 
     def held(self, work_s: float) -> None:
         """``work_s`` of prefill is held for this place, not yet sent."""
         self._held_s = work_s
-        self._weigh()
+        self.weighed.add(self)
 
     def end_prefill(self, key: int, uncached_tokens: int, now_s: float, *, ran: bool) -> Burst | None:
         """The prefill under ``key`` answered (``ran``) or was called off; returns what it was computed with."""
@@ -102,20 +99,20 @@ class PlaceLoad:
         self._queued_s = self._queued_s - work_s if self._prefills else 0.0
         if ran or not self._prefills:
             self._head_since_s = now_s
-        self._weigh()
+        self.weighed.add(self)
         return burst
 
     def begin_decode(self, tokens: int) -> None:
         """A sequence of ``tokens`` context will live here."""
         self.requests += 1
         self.decode_tokens += tokens
-        self._weigh()
+        self.weighed.add(self)
 
     def end_decode(self, tokens: int) -> None:
         """The sequence is gone."""
         self.requests -= 1
         self.decode_tokens -= tokens
-        self._weigh()
+        self.weighed.add(self)
 
     def prefill_left_s(self, now_s: float) -> float:
         """Predicted seconds until the engine has finished what was sent.
@@ -162,9 +159,10 @@ class PlaceLoad:
         age_s = now_s - self._decayed_s
         return self._offered_s * math.exp(-age_s / self.window_s) if age_s > 0 else self._offered_s
 
-    def _weigh(self) -> None:
-        self.burden_s = self._queued_s + self._held_s + self._offered_s / self.window_s + 0.01 * self.requests
-        self.weighed.add(self)
+    @property
+    def burden_s(self) -> float:
+        """A coarse measure to sort places by: prefill sent, held and offered lately, requests in flight (s)."""
+        return self._queued_s + self._held_s + self._offered_s / self.window_s + 0.01 * self.requests
 
     def show(self, view: PlaceView, now_s: float) -> None:
         """Bring a view's figures of load up to ``now_s``."""
