@@ -128,7 +128,9 @@ def together(parts: Sequence[Samples], name: str) -> Row:
 
 def main() -> int:
     """Play both and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--speed", type=float, default=1.0, help="emulated seconds per real one (default 1)")
     parser.add_argument("--seeds", type=int, default=6)
     args = parser.parse_args()

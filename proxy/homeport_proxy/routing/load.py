@@ -25,7 +25,6 @@ class PlaceLoad:
         "_fresh",
         "_fresh_since_s",
         "_head_since_s",
-        "_held_s",
         "_offered_s",
         "_prefills",
         "_queued_s",
@@ -46,7 +45,6 @@ class PlaceLoad:
         self._prefills: dict[int, float] = {}
         self._bursts = Bursts()
         self._queued_s = 0.0
-        self._held_s = 0.0
         self._head_since_s = 0.0
         self._offered_s = 0.0
         self._decayed_s = 0.0
@@ -79,11 +77,6 @@ class PlaceLoad:
         """``work_s`` of prefill was assigned to this place (held or sent)."""
         self._offered_s = self._offered(now_s) + work_s
         self._decayed_s = now_s
-        self.weighed.add(self)
-
-    def held(self, work_s: float) -> None:
-        """``work_s`` of prefill is held for this place, not yet sent."""
-        self._held_s = work_s
         self.weighed.add(self)
 
     def end_prefill(self, key: int, uncached_tokens: int, now_s: float, *, ran: bool) -> Burst | None:
@@ -161,8 +154,8 @@ class PlaceLoad:
 
     @property
     def burden_s(self) -> float:
-        """A coarse measure to sort places by: prefill sent, held and offered lately, requests in flight (s)."""
-        return self._queued_s + self._held_s + self._offered_s / self.window_s + 0.01 * self.requests
+        """A coarse measure to sort places by: prefill sent and offered lately, requests in flight (s)."""
+        return self._queued_s + self._offered_s / self.window_s + 0.01 * self.requests
 
     def show(self, view: PlaceView, now_s: float) -> None:
         """Bring a view's figures of load up to ``now_s``."""

@@ -80,9 +80,9 @@ class Shares:
         self._floor = 0.0
 
 
-class _Queue:
+class Queue:
     """The requests held for one place: by share, and all together (with the rests of those that are being prefilled in
-    part) in the order of their ranks."""
+    part) in the order of their ``ranks``, with their predicted prefill (``works``, s)."""
 
     __slots__ = ("by_share", "oldest", "ranks", "works")
 
@@ -127,20 +127,26 @@ class VirtualQueues:
     """All held requests, by the place whose prefill they wait for.
 
     A request that is held alone mostly goes at once: it is kept beside the queues (``_lone``) and joins its own only
-    when somebody else comes or somebody looks. ``held`` is told of
-    every change of what is held for a place: predicted prefill, seconds.
+    when somebody else comes or somebody looks. ``changed`` is told the place whose queue is another now.
     """
 
-    def __init__(self, settings: RoutingSettings, held: Callable[[str, float], None]) -> None:
+    def __init__(self, settings: RoutingSettings, changed: Callable[[str], None]) -> None:
         self.settings = settings
-        self._held = held
-        self._queues: dict[str, _Queue] = {}
+        self._changed = changed
+        self._queues: dict[str, Queue] = {}
         self._shares = Shares()
         self._count = 0
         self._lone: Held | None = None
 
     def __len__(self) -> int:
         return self._count
+
+    def joined(self) -> Mapping[str, Queue]:
+        """The queues by place, with everybody in them; not to be changed."""
+        if self._lone is not None:
+            lone, self._lone = self._lone, None
+            self._join(lone)
+        return self._queues
 
     def waiting(self) -> Sequence[str]:
         """Places that something waits for."""
@@ -150,34 +156,25 @@ class VirtualQueues:
 
     def count(self, place: str) -> int:
         """How many requests are held for ``place``."""
-        queue = self._joined().get(place)
+        queue = self.joined().get(place)
         return sum(map(len, queue.by_share.values())) if queue is not None else 0
 
     def at(self, place: str) -> Iterator[Held]:
         """The requests held for ``place``, without those that leave while one goes through them."""
-        queue = self._joined().get(place)
+        queue = self.joined().get(place)
         return _still_held([held for share in queue.by_share.values() for held in share] if queue is not None else [])
-
-    def ranks_and_works(self, place: str) -> tuple[Sequence[float], Sequence[float]]:
-        """Sort keys and predicted prefill (s) of what is held for ``place``, in order; not to be changed."""
-        if self._lone is not None:
-            self._joined()
-        queue = self._queues.get(place)
-        return (queue.ranks, queue.works) if queue is not None else _NOBODY
 
     def push(self, held: Held, *, parked: bool = False) -> None:
         """Hold a request. ``parked``: what is left of one while a part of it is prefilled; it is not served, but others
         that come after it wait for it as well."""
         held.rank = held.work_s + self.settings.age_weight * held.since_s
         held.out, held.parked = False, parked
-        if parked:
-            self._join(held)
-            return
-        self._count += 1
-        if self._count == 1:
-            self._lone = held
-            return
-        self._joined()
+        if not parked:
+            self._count += 1
+            if self._count == 1:
+                self._lone = held
+                return
+        self.joined()
         self._join(held)
 
     def remove(self, held: Held) -> None:
@@ -190,7 +187,7 @@ class VirtualQueues:
         if queue is None or held.out:
             return
         queue.remove(held)
-        self._held(held.place, sum(queue.works))
+        self._changed(held.place)
         self._count -= not held.parked
         if not queue.ranks:
             del self._queues[held.place]
@@ -223,39 +220,32 @@ class VirtualQueues:
 
     def held_s(self, place: str) -> float:
         """Predicted prefill (s) of all that is held for ``place``."""
-        queue = self._joined().get(place)
+        queue = self.joined().get(place)
         return sum(queue.works) if queue is not None else 0.0
 
     def ahead_s(self, held: Held) -> float:
         """Predicted prefill (s) of those that go before ``held`` at its place."""
-        queue = self._joined()[held.place]
+        queue = self.joined()[held.place]
         return sum(queue.works[: bisect_left(queue.ranks, held.rank)])
 
     def movable(self, each: int = 4) -> Iterator[Held]:
         """Of every share in every queue, the first few and the last few: who may gain by going elsewhere. Without those
         that leave while one goes through them."""
-        shares = [share for queue in self._joined().values() for share in queue.by_share.values()]
+        shares = [share for queue in self.joined().values() for share in queue.by_share.values()]
         few = [share[:each] + share[-each:] if len(share) > 2 * each else share for share in shares]
         return _still_held([held for share in few for held in share])
-
-    def _joined(self) -> Mapping[str, _Queue]:
-        """The queues, with everybody in them."""
-        if self._lone is not None:
-            lone, self._lone = self._lone, None
-            self._join(lone)
-        return self._queues
 
     def _join(self, held: Held) -> None:
         queue = self._queues.get(held.place)
         if queue is None:
-            queue = self._queues[held.place] = _Queue()
+            queue = self._queues[held.place] = Queue()
         queue.add(held)
-        self._held(held.place, sum(queue.works))
+        self._changed(held.place)
 
 
 def _still_held(seen: Sequence[Held]) -> Iterator[Held]:
     return (held for held in seen if not held.out)
 
 
-_NOBODY: tuple[Sequence[float], Sequence[float]] = ((), ())
+NOBODY: tuple[Sequence[float], Sequence[float]] = ((), ())
 """Ranks and works where nothing is held."""

@@ -21,7 +21,7 @@ from homeport_proxy.routing.index.combined import PrefixIndex
 from homeport_proxy.routing.learning import learn_index, learn_speeds, scoped, sight
 from homeport_proxy.routing.place import ForeignLoad, Place
 from homeport_proxy.routing.policies import Policy
-from homeport_proxy.routing.queue import Held, VirtualQueues
+from homeport_proxy.routing.queue import NOBODY, Held, VirtualQueues
 from homeport_proxy.routing.sessions import Session, SessionTable
 from homeport_proxy.routing.shortlist import Shortlist
 from homeport_proxy.routing.slices import begun, part_tokens
@@ -68,14 +68,14 @@ class Router:
         self._policy = policy
         self._places: dict[str, Place] = {}
         self._sessions = SessionTable(settings.idle_ttl_s, settings.max_sessions)
-        self._queues = VirtualQueues(settings, self._held)
+        self._queues = VirtualQueues(settings, self._held_other)
         self._index: Index = index or PrefixIndex(settings.index_bytes, settings.default_kv_tokens)
         self._flights: dict[Ticket, Flight] = {}
         self._ready: list[Ticket] = []
         self._guarded: deque[Ticket] = deque()
         self._keys = count(1)
         self._shadows = Shadows(settings.shadow)
-        self._shortlist = Shortlist()
+        self._shortlist = Shortlist(self._queues.held_s)
 
     def reconfigure(self, settings: RoutingSettings) -> None:
         """Take a reloaded file's settings; what is known stays, within the new bounds."""
@@ -394,9 +394,10 @@ class Router:
             self._index.sent(flight.host.spec.name, ticket.request, flight.key)
             self._index.settled(flight.host.spec.name, flight.key)
 
-    def _held(self, name: str, work_s: float) -> None:
+    def _held_other(self, name: str) -> None:
+        """What is held for a place is not what it was."""
         if (place := self._places.get(name)) is not None:
-            place.load.held(work_s)
+            place.load.weighed.add(place.load)
 
     def _can_be_home(self, name: str) -> bool:
         """Whether it is a place of the fleet that can decode."""
@@ -412,7 +413,7 @@ class Router:
         return self._index
 
     def _views(self, request: RequestView, session: Session, exclude: Collection[str], now_s: float) -> list[PlaceView]:
-        index, queues, home = self._index, self._queues, session.home
+        index, queues, home = self._index, self._queues.joined(), session.home
         eligible = self._shortlist.eligible(request)
         if exclude:
             names = set(exclude)
@@ -433,7 +434,8 @@ class Router:
         for place in self._shortlist.pick(eligible, request, own, cached, now_s):
             name = place.spec.name
             view = place.refresh(now_s)
-            view.queued_ranks, view.queued_works_s = queues.ranks_and_works(name)
+            queue = queues.get(name)
+            view.queued_ranks, view.queued_works_s = (queue.ranks, queue.works) if queue is not None else NOBODY
             view.cached_tokens = other.get(name, mostly) if indexed else None
             view.host_tokens = index.host_tokens(name, request) if tokenised else 0
             view.rtt_s = place.rates.rtt_s + far.get(place.spec.backend, 0.0) if far else place.rates.rtt_s

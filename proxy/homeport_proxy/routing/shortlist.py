@@ -21,10 +21,12 @@ class Shortlist:
 
     In a fleet of more than ``SMALL_FLEET`` only the session's own places, the warmest and the least loaded are priced:
     any other is neither warmer than the former nor freer than the latter. Equally loaded places are taken in name
-    order from a point that the session's hash gives, so that proxies agree and new sessions spread.
+    order from a point that the session's hash gives, so that proxies agree and new sessions spread. ``held_s``: what is
+    held for a place and not yet sent (s of predicted prefill).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held_s: Callable[[str], float]) -> None:
+        self._held_s = held_s
         self._limited = False
         self._longest: int | None = None
         self.changed(())
@@ -39,7 +41,7 @@ class Shortlist:
         self._eligible: dict[tuple[str, str | None], list[Place]] = {}
         self._places = {place.spec.name: place for place in named}
         self._positions = {place: position for position, place in enumerate(named)}
-        self._freest = Freest(named)
+        self._freest = Freest(named, self._held_s)
 
     @property
     def longest(self) -> int | None:
