@@ -53,7 +53,7 @@ def exchange(request_id: str = "r1", tenant: str = "", **fields: object) -> Exch
     made.legs = [LegRecord("d0", "serve", "r1-0", State.DONE, 200, None, 10.01, 10.2, 10.2, 10.9)]
     made.usage = TokenUsage(100, 64, 7)
     made.outcome = Outcome(100, 64, {"new": 30, "evicted": 6})
-    made.first_token_s, made.ended_s, made.queued_s = 10.2, 10.9, 0.001
+    made.stream, made.first_token_s, made.ended_s, made.queued_s = True, 10.2, 10.9, 0.001
     for name, value in fields.items():
         setattr(made, name, value)
     return made

@@ -103,6 +103,19 @@ async def test_an_engine_that_is_slow_with_little_to_compute() -> None:
     assert named["engine"] >= 400
 
 
+async def test_an_answer_that_is_not_streamed() -> None:
+    """Its time is mostly decoding: neither what was computed of its prompt nor a slow engine is to blame."""
+    async with harbour({"m0": "mixed"}, time_scale=80.0, sections=PATIENT) as fleet:
+        await turn(fleet, words(50))
+        reply = await fleet.chat(words(60), session="s", max_tokens=400, min_tokens=400, ignore_eos=True)
+        said, found, summary = await why(fleet, reply)
+    assert max(found, key=lambda name: found[name]) == "engine"
+    assert "the whole answer, not streamed" in said
+    assert f"{summary['tokens']['output']:,} output tokens" in said
+    assert "computed" not in said
+    assert "first token" not in said
+
+
 async def test_a_place_tried_in_vain() -> None:
     unwatched = {"health": {"interval_s": 60, "timeout_s": 0.3}}
     async with harbour({"m0": "mixed", "m1": "mixed"}, sections={**PATIENT, **unwatched}) as fleet:

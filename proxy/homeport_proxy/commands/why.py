@@ -87,7 +87,13 @@ def _served(summary: Mapping[str, Any], place: str, ms: float) -> Part:
         return Part("peer", ms, f"until another region answered ({place})")
     if summary["prefill_backend"]:
         return Part("transfer", ms, f"moving the KV to {place}, and its first step")
-    return Part("engine", ms, f"until the first token of {place}")
+    what = "the whole answer, not streamed," if _whole(summary) else "the first token"
+    return Part("engine", ms, f"until {what} of {place}")
+
+
+def _whole(summary: Mapping[str, Any]) -> bool:
+    """Whether the answer came in one piece: when its first token was there is not known, and its time is all of it."""
+    return summary["ms"]["first_token"] is not None and not summary["stream"]
 
 
 def verdict(summary: Mapping[str, Any], found: Sequence[Part]) -> str:
@@ -98,9 +104,13 @@ def verdict(summary: Mapping[str, Any], found: Sequence[Part]) -> str:
     if not found:
         return "no answer came"
     longest = max(found, key=lambda part: part.ms)
-    said = f"{longest.ms / sum(part.ms for part in found):.0%} of the time: {longest.text}"
+    until = "time" if summary["ms"]["first_token"] is None or _whole(summary) else "time to first token"
+    said = f"{longest.ms / sum(part.ms for part in found):.0%} of the {until}: {longest.text}"
     if longest.name not in ("engine", "prefill_leg", "slices"):
         return said
+    if longest.name == "engine" and _whole(summary):
+        output = summary["tokens"]["output"]
+        return f"{said}; {'its' if output is None else f'{output:,}'} output tokens were generated in that time as well"
     prompt, cached = summary["tokens"]["prompt"], summary["tokens"]["cached"]
     if prompt and cached is not None and prompt - cached < _LITTLE_SHARE * prompt:
         return (
@@ -124,12 +134,13 @@ def render(summary: dict[str, Any]) -> Group:
         place += f", prefilled by {summary['prefill_backend']}"
     went = f"{summary['decision'] or 'not placed'}: {place}{_because(summary)}"
     found = parts(summary)
-    times = Table("ms", "what", title="time to first token" if summary["ms"]["first_token"] is not None else "time")
+    streamed = summary["ms"]["first_token"] is not None and not _whole(summary)
+    times = Table("ms", "what", title="time to first token" if streamed else "time")
     for part in found:
         times.add_row(f"{part.ms:,.1f}", part.text)
     times.add_section()
     for name, text in (("first_token", "until the first token"), ("total", "until the end")):
-        if summary["ms"][name] is not None:
+        if summary["ms"][name] is not None and (streamed or name == "total"):
             times.add_row(f"{summary['ms'][name]:,.1f}", text)
     said: list[Text | Table] = [Text(head), Text(went), Text(verdict(summary, found)), times]
     if summary["legs"]:

@@ -53,7 +53,9 @@ class Metrics:
             ("model", "cause"),
         )
         self.ttft = registry.histogram(
-            "homeport_ttft_seconds", "Time from arrival to the first generated token.", SECONDS
+            "homeport_ttft_seconds",
+            "Time from arrival to the first generated token; of an answer that is not streamed, to its end.",
+            SECONDS,
         )
         self.itl = registry.histogram(
             "homeport_itl_seconds", "Time between the chunks of a stream after the first token.", FINE_SECONDS
