@@ -9,10 +9,11 @@ from typing import Literal
 
 import aiohttp
 
-from homeport_engines.registry import kind, transfer_of
+from homeport_engines.registry import kind
 from homeport_proxy.config import Backend, Config, ConfigError, missing_secrets
 from homeport_proxy.fleet import connector
-from homeport_proxy.probe import ProbeError, Prober, Served, client_tls, request_headers
+from homeport_proxy.loop import listener_tls
+from homeport_proxy.probe import Alive, ProbeError, Prober, Served, client_tls, reason_of, request_headers
 from homeport_proxy.splice import document_of
 
 
@@ -46,18 +47,30 @@ class Seen:
         return self.fault is None and not self.stranger
 
 
-def offline(config: Config) -> list[Finding]:
-    """What can be seen in the file alone."""
-    findings = [*_single_backends(config), *_pools(config), *_models(config)]
-    refusal = config.refuses_to_listen()
-    if refusal is not None:
-        findings.append(Finding("warning", "listen", refusal.removeprefix("listen: ")))
-    return findings
+def offline(config: Config, *, insecure: bool = False) -> list[Finding]:
+    """What can be seen without asking anybody; what would keep the proxy from starting anywhere is an error."""
+    refusal = config.refuses_to_listen(insecure)
+    open_to_all = [_finding("error", refusal)] if refusal else []
+    return [*open_to_all, *_single_backends(config), *_pools(config), *_models(config)]
 
 
-def secrets(config: Config, level: Literal["error", "warning"]) -> list[Finding]:
-    """Keys that are named and cannot be read."""
-    return [Finding(level, *line.split(": ", 1)) for line in missing_secrets(config)]
+def unreadable(config: Config, level: Literal["error", "warning"]) -> list[Finding]:
+    """Keys, and the listener's certificate, that are named and cannot be read here."""
+    lines = missing_secrets(config)
+    try:
+        listener_tls(config.listen)
+    except ConfigError as error:
+        lines += error.errors
+    return [_finding(level, line) for line in lines]
+
+
+def guesses(config: Config) -> list[Finding]:
+    """What asking the engines would tell for certain, guessed from the file."""
+    return [
+        Finding("warning", backend.name, f"url {backend.url} ends in /v1, which the proxy adds itself; leave it out")
+        for _, backend in config.backends
+        if _names_v1(backend)
+    ]
 
 
 async def online(config: Config, backends: Iterable[tuple[str, Backend]]) -> tuple[list[Finding], dict[str, Seen]]:
@@ -76,16 +89,16 @@ async def online(config: Config, backends: Iterable[tuple[str, Backend]]) -> tup
 # the file alone
 
 
+def _finding(level: Literal["error", "warning"], line: str) -> Finding:
+    where, _, text = line.partition(": ")
+    return Finding(level, where, text)
+
+
 def _single_backends(config: Config) -> Iterator[Finding]:
     for _, backend in config.backends:
-        transfer = transfer_of(backend.engine, backend.kv_transfer, backend.kv_store)
-        asked = backend.kv_transfer if backend.kv_transfer != "none" else backend.kv_store
-        if asked != "none" and transfer is None:
-            known = ", ".join(kind(backend.engine).transfers) or "none"
-            yield Finding("error", backend.name, f"engine {backend.engine} cannot do {asked}; it can do {known}")
-        elif backend.role == "prefill" and transfer is None:
-            text = "role prefill without kv_transfer or kv_store: its KV cannot reach a decode backend; set one"
-            yield Finding("error", backend.name, text)
+        unable = _unable(backend)
+        if unable is not None:
+            yield Finding("error", backend.name, unable)
         if backend.kv_readback and backend.kv_transfer != "nixl":
             yield Finding("error", backend.name, "kv_readback works with kv_transfer nixl only; set it or drop it")
         try:
@@ -99,32 +112,61 @@ def _single_backends(config: Config) -> Iterator[Finding]:
             yield Finding("warning", backend.name, f"has the same url as {first}; one engine would be counted twice")
 
 
+def _unable(backend: Backend) -> str | None:
+    """Why a backend cannot hand over what its own settings ask for; None when it can, or need not."""
+    if connector(backend) != "none":
+        return None
+    asked = backend.kv_transfer if backend.kv_transfer != "none" else backend.kv_store
+    if asked == "none":
+        without = "role prefill without kv_transfer or kv_store: its KV cannot reach a decode backend; set one"
+        return without if backend.role == "prefill" else None
+    known = ", ".join(kind(backend.engine).transfers) or "none"
+    text = f"engine {backend.engine} cannot do {asked}; it can do {known}"
+    if backend.engine == "sglang" and backend.kv_transfer in ("nixl", "mooncake"):
+        # the engine's own option has these names
+        text += f" ({asked} is its transport behind that; write kv_transfer: bootstrap)"
+    return text
+
+
 def _pools(config: Config) -> Iterator[Finding]:
     pools: dict[tuple[str, str], list[Backend]] = {}
     for region, backend in config.backends:
         pools.setdefault((region, backend.pool), []).append(backend)
     for (region, pool), backends in pools.items():
-        discovered = bool(config.regions[region].discovery)
         prefills = [b for b in backends if b.role == "prefill"]
         serving = [b for b in backends if b.role != "prefill"]
-        for prefill in prefills:
-            why = None if discovered and not serving else _no_partner(prefill, serving, pool)
-            if why is not None:
-                yield Finding("error", prefill.name, why)
-        if not prefills:
-            continue
-        for backend in serving:
-            if backend.role == "decode" and not any(_pair(p, backend) for p in prefills):
-                text = why_not_paired(prefills[0], backend)
-                yield Finding("error", backend.name, f"no prefill backend of pool {pool} can hand over to it: {text}")
+        if prefills and serving:
+            yield from _unpaired(pool, prefills, serving)
+        elif not config.regions[region].discovery:  # which may find the other side
+            yield from _one_sided(region, pool, prefills, serving)
 
 
-def _no_partner(prefill: Backend, serving: list[Backend], pool: str) -> str | None:
-    if not serving:
-        return f"no decode or mixed backend in pool {pool} takes what it prefills; add one or correct the pool"
-    if any(_pair(prefill, backend) for backend in serving):
-        return None
-    return f"can hand over to no decode backend of pool {pool}: {why_not_paired(prefill, serving[0])}"
+def _one_sided(region: str, pool: str, prefills: list[Backend], serving: list[Backend]) -> Iterator[Finding]:
+    for prefill in prefills:
+        text = f"no decode or mixed backend in pool {pool} takes what it prefills; add one or correct the pool"
+        yield Finding("error", prefill.name, text)
+    decodes = ", ".join(b.name for b in serving if b.role == "decode")
+    if decodes:
+        text = f"pool {pool} has no prefill backend, so {decodes} will prefill by itself; add one, or say role: mixed"
+        yield Finding("warning", f"regions.{region}", text)
+
+
+def _unpaired(pool: str, prefills: list[Backend], serving: list[Backend]) -> Iterator[Finding]:
+    """Backends of a pool without a partner, each reason once; those at fault on their own are told of already."""
+    prefills = [b for b in prefills if _unable(b) is None]
+    serving = [b for b in serving if _unable(b) is None]
+    if not prefills or not serving:
+        return
+    told: set[str] = set()
+    for backend in serving:
+        if backend.role == "decode" and not any(_pair(prefill, backend) for prefill in prefills):
+            why = why_not_paired(prefills[0], backend)
+            told.add(why)
+            yield Finding("error", backend.name, f"no prefill backend of pool {pool} can hand over to it: {why}")
+    for prefill in prefills:
+        why = why_not_paired(prefill, serving[0])
+        if why not in told and not any(_pair(prefill, backend) for backend in serving):
+            yield Finding("error", prefill.name, f"can hand over to no decode backend of pool {pool}: {why}")
 
 
 def _pair(prefill: Backend, decode: Backend) -> bool:
@@ -167,7 +209,9 @@ def _models(config: Config) -> Iterator[Finding]:
 
 
 async def _ask(prober: Prober, backend: Backend) -> Seen:
-    _, fault = await prober.alive(backend)
+    alive, fault = await prober.alive(backend)
+    if alive is Alive.REFUSED:
+        return Seen(f"{fault}; is the engine running? look at host and port")
     if fault is not None:
         return Seen(fault)
     try:
@@ -197,8 +241,19 @@ async def _stranger(prober: Prober, backend: Backend, error: ProbeError) -> Seen
         try:
             await prober.get(backend, kind(backend.engine).health_path)
         except ProbeError:
-            return Seen(f"{error}, so it is no OpenAI-compatible server; look at host, port and path of the url")
+            return Seen(f"{error}, so it is no OpenAI-compatible server; {_other_url(backend)}")
     return Seen(None, models_fault=str(error), stranger=True)
+
+
+def _names_v1(backend: Backend) -> bool:
+    return backend.url.endswith("/v1")
+
+
+def _other_url(backend: Backend) -> str:
+    """What to try where a url leads to no engine."""
+    if _names_v1(backend):
+        return "leave out the /v1 at the end of the url, the proxy adds it itself"
+    return "look at host, port and path of the url"
 
 
 def _one_engine(backend: Backend, seen: Seen) -> Iterator[Finding]:
@@ -206,7 +261,7 @@ def _one_engine(backend: Backend, seen: Seen) -> Iterator[Finding]:
         yield Finding("error", backend.name, f"{backend.url} cannot be used: {seen.fault}")
         return
     if seen.stranger:
-        text = f"does not look like {backend.engine}: {backend.url}{seen.models_fault}; is the url right?"
+        text = f"does not look like {backend.engine}: {backend.url}{seen.models_fault}; {_other_url(backend)}"
         yield Finding("warning", backend.name, text)
         return
     if seen.served is None:
@@ -286,5 +341,7 @@ async def _peers(config: Config) -> list[Finding]:
                         findings.append(Finding("error", name, f"{region.proxy} answers {answer.status} to its peers"))
             except (aiohttp.ClientError, OSError, TimeoutError, ConfigError) as error:
                 why = str(error) or type(error).__name__
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    why = reason_of(error.os_error)
                 findings.append(Finding("error", name, f"{region.proxy} cannot be reached: {why}"))
     return findings

@@ -73,8 +73,16 @@ def request_headers(holder: Keyed, headers: Mapping[str, str]) -> dict[str, str]
     return dict(headers) if key is None else {**headers, "authorization": f"Bearer {key}"}
 
 
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"})
+"""What OpenSSL calls an answer in plain text; which one depends on its version and on the answer."""
+
+
 def reason_of(error: OSError) -> str:
     """Why a connection failed, in the system's words and without the address."""
+    if isinstance(error, ssl.SSLError):  # its errno is OpenSSL's own, not the system's
+        if error.reason in _NO_TLS:
+            return "the port speaks no TLS; write http:// in the url"
+        return f"TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
     return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
 
 

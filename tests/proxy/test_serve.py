@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,6 +44,24 @@ def test_a_file_that_cannot_be_served_ends_with_1(
     error = capsys.readouterr().err
     assert says in error
     assert "Traceback" not in error
+
+
+def test_every_fault_has_a_line_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = config_file(tmp_path, BACKENDS + "helth: {}\nlissen: 1")
+    assert main(["serve", "-c", file]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[0] for line in lines] == [f"homeport: {file}: {key}" for key in ("helth", "lissen")]
+
+
+def test_a_busy_port_is_told_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        file = config_file(tmp_path, BACKENDS + f"listen: {address}")
+        command = [Path(sys.prefix) / "bin" / "homeport", "serve", "-c", file]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == f"homeport: cannot listen on {address}: address already in use; choose another port with --port"
 
 
 def test_a_good_file_ends_with_0_and_opens_nothing(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="look at the file only, ask no engine")
     parser.add_argument("--dump", action="store_true", help="print the effective configuration, without secrets")
     parser.add_argument("--json", action="store_true", help="findings as JSON")
+    parser.add_argument("--insecure", action="store_true", help="as for serve: it may be open to other machines")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,10 +38,14 @@ def run(args: argparse.Namespace) -> int:
         found = [Finding("error", *_split(line)) for line in error.errors]
         _tell(found, [], {}, as_json=args.json, offline=True)
         return 1
-    findings = lint.offline(config) + lint.secrets(config, "warning" if args.offline else "error")
+    findings = lint.offline(config, insecure=args.insecure)
+    # offline may be elsewhere than where the keys are
+    findings += lint.unreadable(config, "warning" if args.offline else "error")
     backends: list[tuple[str, Backend]] = []
     seen: Mapping[str, Seen] = {}
-    if not args.offline:
+    if args.offline:
+        findings += lint.guesses(config)
+    else:
         found, backends, seen = asyncio.run(_ask(config))
         findings += found
     if args.dump:

@@ -15,9 +15,10 @@ from homeport_proxy import config as configuration
 from homeport_proxy import lint
 from homeport_proxy.app import Proxy
 from homeport_proxy.config import Config, ConfigError
-from homeport_proxy.control import Control, check
+from homeport_proxy.control import Control
 from homeport_proxy.loop import listener_tls, loop_factory, settle_memory
 from homeport_proxy.observe import logs
+from homeport_proxy.probe import reason_of
 from homeport_proxy.workers.parent import Parent
 
 HELP = "run the proxy in front of engines that already run"
@@ -39,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = _with_listen(configuration.load(path), args.host, args.port)
         if args.test:
-            check(config, insecure=args.insecure)
-            faults = [f"{found.where}: {found.text}" for found in lint.offline(config) if found.level == "error"]
+            found = lint.offline(config, insecure=args.insecure) + lint.unreadable(config, "error")
+            faults = [f"{one.where}: {one.text}" for one in found if one.level == "error"]
             if faults:
                 raise ConfigError(faults)
             print(f"{path}: good")
@@ -49,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(serve(config, path, insecure=args.insecure, workers=args.workers))
     except ConfigError as error:
-        wrong = "; ".join(error.errors)
-        raise CommandError(wrong if wrong.startswith(f"{path}:") else f"{path}: {wrong}") from None
+        for line in error.errors:
+            told = line if line.startswith(f"{path}:") else f"{path}: {line}"
+            print(f"homeport: {told}", file=sys.stderr)
+        return 1
 
 
 def _count(text: str) -> int:
@@ -116,8 +119,9 @@ async def _listen(control: Control, workers: int) -> tuple[Proxy | Parent, int]:
         await proxy.start()
         return proxy, await proxy.listen(listen.host, listen.port, tls=tls)
     except OSError as error:
+        # asyncio's own words repeat the address
         raise CommandError(
-            f"cannot listen on {listen.address}: {error.strerror or error}; choose another port with --port"
+            f"cannot listen on {listen.address}: {reason_of(error)}; choose another port with --port"
         ) from None
 
 
