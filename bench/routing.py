@@ -30,6 +30,7 @@ from rich.console import Console
 from homeport_proxy.routing.policies import Policy
 from homeport_proxy.simulate.cluster import Cluster, Sessions
 from homeport_proxy.simulate.peers import (
+    ONE_CACHE,
     AIBrix,
     Chwbl,
     Dynamo,
@@ -43,7 +44,7 @@ from homeport_proxy.simulate.peers import (
 )
 from homeport_proxy.simulate.report import by_policy, medians, paired, print_table
 from homeport_proxy.simulate.result import Row
-from homeport_proxy.simulate.run import ONE_CACHE, Simulation
+from homeport_proxy.simulate.run import Simulation
 from homeport_proxy.simulate.suite import Run, simulate_all
 from homeport_proxy.simulate.traces import load
 from homeport_proxy.simulate.workload import Workload

@@ -13,13 +13,13 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar, cast
-
-import redis.asyncio as redis_client
-from redis.exceptions import RedisError
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 from homeport_proxy.config import without_password
 from homeport_proxy.limits import CONCURRENCY_RETRY_S, Limits, LocalLimits, Refusal, TenantLimit
+
+if TYPE_CHECKING:
+    import redis.asyncio as redis_client
 
 log = logging.getLogger(__name__)
 
@@ -134,12 +134,18 @@ class RedisState:
     shared = True
 
     def __init__(self, url: str, prefix: str, local: LocalLimits) -> None:
+        # here, because its import takes longer than all of ours and most proxies are alone
+        import redis.asyncio as redis_client
+        from redis.exceptions import RedisError
+
         # one hash tag, so that scripts over several keys also work on a cluster
         self._key = f"{{{prefix}}}:"
         self._shown = without_password(url)
         self._redis: redis_client.Redis = redis_client.from_url(
             url, decode_responses=True, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S, retry=None
         )
+        self._gone: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError)
+        self._unusable: tuple[type[Exception], ...] = (*self._gone, ValueError)
         self._me = secrets.token_hex(8)
         self._local = local
         self._fault: str | None = None
@@ -218,7 +224,7 @@ class RedisState:
         try:
             async with asyncio.timeout(1.5 * ANSWER_S):
                 return await ask(self._redis)
-        except (RedisError, OSError, TimeoutError) as error:
+        except self._gone as error:
             self._lost(error)
             return None
 
@@ -258,7 +264,7 @@ class RedisState:
         try:
             async with asyncio.timeout(2 * ANSWER_S):
                 others, drains = await self._exchange(control, publish_drains=returning or self._drains_dirty)
-        except (RedisError, OSError, TimeoutError, ValueError) as error:
+        except self._unusable as error:
             self._lost(error)
             return
         if returning:

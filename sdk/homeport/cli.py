@@ -7,10 +7,14 @@ entry-point group ``homeport.commands``. It raises :class:`CommandError` for a f
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.abc import InspectLoader
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 from homeport._version import __version__
@@ -29,13 +33,20 @@ class Command(Protocol):
 
 
 _EXTRA = {"homeport_proxy": "proxy", "homeport_engines": "proxy"}
+_SIGN = {"proxy": "aiohttp"}
+"""A package by which an extra is seen to be installed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (0 success, 1 failed, 2 bad usage)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = _parser(arguments).parse_args(arguments)
     try:
+        parser = _parser(arguments)
+        if not arguments:
+            parser.print_help(sys.stderr)
+            print("homeport: error: name a COMMAND", file=sys.stderr)
+            return 2
+        args = parser.parse_args(arguments)
         return cast("int", args.run(args))
     except CommandError as error:
         print(f"homeport: {error}", file=sys.stderr)
@@ -57,38 +68,66 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     points = {point.name: point for point in entry_points(group="homeport.commands")}
     for name in sorted(points):
-        # only the wanted command's module is imported in full: `homeport explain` starts without aiohttp
-        if wanted in points and name != wanted:
-            commands.add_parser(name)
-        else:
+        # only the wanted command's module is imported: `homeport explain` starts without aiohttp, the list with nothing
+        if name == wanted:
             _add(commands, points[name])
+        elif wanted in points:
+            commands.add_parser(name)
+        elif (summary := _summary(points[name])) is not None:
+            commands.add_parser(name, help=summary)
     return parser
+
+
+def _summary(point: EntryPoint) -> str | None:
+    """The command's line in the list; None when metadata newer or older than the code names it."""
+    extra = _EXTRA.get(point.module.partition(".")[0])
+    if extra is not None and find_spec(_SIGN[extra]) is None:
+        return f"needs pip install 'homeport[{extra}]'"
+    try:
+        found = find_spec(point.module)
+    except ModuleNotFoundError:
+        return None
+    if found is None:
+        return None
+    source = found.loader.get_source(point.module) if isinstance(found.loader, InspectLoader) else None
+    return _help_of(source or "") or cast("Command", point.load()).HELP
+
+
+def _help_of(source: str) -> str | None:
+    """The text of ``HELP`` as the source says it."""
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="HELP")], value=ast.Constant(value=str(text))):
+                return text
+    return None
 
 
 def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], point: EntryPoint) -> None:
     try:
         module = cast("Command", point.load())
     except ModuleNotFoundError as error:
-        root = point.value.partition(".")[0]
-        extra = _EXTRA.get(root)
         if error.name == point.module:
             return  # metadata newer or older than the code: leave the command out
-        if extra is None or (error.name or "").startswith("homeport"):
-            raise
-        missing = commands.add_parser(point.name, help=f"needs pip install 'homeport[{extra}]'", add_help=False)
-        missing.add_argument("rest", nargs=argparse.REMAINDER)
-        missing.set_defaults(run=_needs_extra(point.name, extra, error.name or "a package"))
-        return
+        raise _explained(error, point) from None
     parser = commands.add_parser(point.name, help=module.HELP, description=module.HELP)
     module.configure(parser)
-    parser.set_defaults(run=module.run)
+    parser.set_defaults(run=partial(_run, module, point))
 
 
-def _needs_extra(command: str, extra: str, package: str) -> Callable[[argparse.Namespace], int]:
-    def run(_: argparse.Namespace) -> int:
-        raise CommandError(f"`{command}` needs {package}; install it with: pip install 'homeport[{extra}]'")
+def _run(module: Command, point: EntryPoint, args: argparse.Namespace) -> int:
+    try:
+        return module.run(args)
+    except ModuleNotFoundError as error:  # commands import what only running needs when they run
+        raise _explained(error, point) from None
 
-    return run
+
+def _explained(error: ModuleNotFoundError, point: EntryPoint) -> Exception:
+    """What to install for the package that is missing; the error itself when no extra brings it."""
+    extra = _EXTRA.get(point.module.partition(".")[0])
+    package = error.name or "a package"
+    if extra is None or package.startswith("homeport"):
+        return error
+    return CommandError(f"`{point.name}` needs {package}; install it with: pip install 'homeport[{extra}]'")
 
 
 if __name__ == "__main__":

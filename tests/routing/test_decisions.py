@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from homeport.cli import CommandError
 from homeport_proxy.commands import replay as command
 from homeport_proxy.routing.decide import decide
 from homeport_proxy.routing.decisions import DecisionLogError, dump, parse, replay, same
@@ -60,6 +61,19 @@ def test_a_changed_log_is_found_out(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_broken_log_is_named() -> None:
     with pytest.raises(DecisionLogError, match="line 2"):
         list(parse([b"\n", b'{"ts_s": "x"}\n']))
+
+
+@pytest.mark.parametrize("text", ['{"body": {"messages": []}}\n', "regions:\n  a: {}\n", "\x00\x01", "[1]"])
+def test_what_is_no_log_is_told_from_a_log_with_a_broken_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(text)
+    with pytest.raises(CommandError) as caught:
+        command.run(argparse.Namespace(decisions=path))
+    assert str(caught.value).startswith(f"{path} is no decision log (line 1: ")
+    assert str(caught.value).endswith("); the proxy writes one under `decisions: {file: PATH}`")
+    path.write_bytes(dump(busy_fleet().records[0]) + text.encode())
+    with pytest.raises(CommandError, match=r"requests\.jsonl, line 2: "):
+        command.run(argparse.Namespace(decisions=path))
 
 
 def test_deciding_changes_nothing_and_repeats() -> None:

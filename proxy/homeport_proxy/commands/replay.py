@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from homeport.cli import CommandError
-from homeport_proxy.routing.decisions import DecisionLogError, parse, replay, same
 from homeport_proxy.routing.policies import POLICIES
-from homeport_proxy.simulate.cluster import Cluster, ClusterError, load_cluster
-from homeport_proxy.simulate.live import LiveError, LiveOptions, replay_live
-from homeport_proxy.simulate.peers import PEERS
-from homeport_proxy.simulate.report import PlotError, plot_ttft, print_table
-from homeport_proxy.simulate.result import Row
-from homeport_proxy.simulate.run import ONE_CACHE
-from homeport_proxy.simulate.suite import Done, Run, sample, simulate_all
-from homeport_proxy.simulate.traces import TraceError, load
-from homeport_proxy.simulate.workload import Workload
+from homeport_proxy.simulate.peers import ONE_CACHE, PEERS
 
 HELP = "replay a workload trace against a simulated cluster or a live proxy, or prove a decision log"
 
 NAMES = (*POLICIES, *PEERS, ONE_CACHE)
+_WRITTEN = "the proxy writes one under `decisions: {file: PATH}`"
+_COLUMNS = """\
+columns of the table (medians over the seeds):
+  hit            share of the prompt tokens that were found in a cache
+  TTFT, ITL      time to the first token; gap between two tokens of an answer
+  moved          share of requests placed neither at their session's home nor as
+                 its first: spilled, moved, failed over, or sent to a peer
+  x-region       share of requests served outside their session's region
+  p90, p99 / X   this policy's TTFT over that of X, the first policy, seed by
+                 seed; below 1 is faster (only with several policies)
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _COLUMNS
     parser.add_argument("trace", nargs="?", type=Path, help="agentic block trace, Mooncake trace, recorded requests")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--url", help="a live proxy's base URL, such as http://127.0.0.1:8080/v1")
@@ -53,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     live.add_argument("--key-env", default="HOMEPORT_KEY", help="environment variable with the API key")
     live.add_argument("--speed", type=_factor, default=1.0, help="divide think times by this")
     live.add_argument("--shrink", type=_factor, default=1.0, help="divide prompt sizes by this (small engines)")
-    live.add_argument("--max-output-tokens", type=_positive, default=64, metavar="N")
+    live.add_argument("--max-output-tokens", type=_positive, default=64, metavar="N", help="of each answer")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,85 +59,16 @@ def run(args: argparse.Namespace) -> int:
         return _prove(args.decisions)
     if args.trace is None:
         raise CommandError("name a TRACE file, or give --decisions FILE")
-    try:
-        cluster = load_cluster(args.cluster) if args.cluster is not None else Cluster()
-        if args.no_session_ids:
-            cluster = cluster.model_copy(update={"session_ids": False})
-        workload = _workload(args, cluster)
-        if args.url is not None:
-            rows, ttft_s = _live(args, workload, cluster)
-        else:
-            rows, ttft_s = _simulated(args, workload, cluster)
-        if args.plot is not None:
-            plot_ttft(ttft_s, args.plot, args.trace.name)
-    except (ClusterError, TraceError, LiveError, PlotError) as error:
-        raise CommandError(str(error)) from error
-    if args.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
-    else:
-        console = Console()
-        print_table(rows, console if console.is_terminal else Console(width=120), args.trace.name)
-    return 0
+    # here, so that --help waits for neither the simulator nor an HTTP client
+    from homeport_proxy.simulate.command import replay
 
-
-def _workload(args: argparse.Namespace, cluster: Cluster) -> Workload:
-    cuts = cluster.sessions
-    workload = load(
-        args.trace,
-        block_tokens=cluster.block_tokens,
-        think_cap_s=cuts.think_cap_s,
-        max_start_tokens=cuts.max_start_tokens,
-        max_context_tokens=cuts.max_context_tokens,
-    )
-    if not workload.calls:
-        raise TraceError(f"{args.trace}: no session starts within max_start_tokens ({cuts.max_start_tokens})")
-    return sample(workload, args.sessions, 0) if args.sessions else workload
-
-
-def _simulated(
-    args: argparse.Namespace, workload: Workload, cluster: Cluster
-) -> tuple[list[Row], dict[str, Sequence[float]]]:
-    policies = list(dict.fromkeys(args.policy or ["cost"]))
-    runs = [Run(name, seed, queue_for_peers=args.queue) for name in policies for seed in range(args.seeds)]
-    count = 0
-
-    def progress(done: Done) -> None:
-        nonlocal count
-        count += 1
-        print(f"{count}/{len(runs)} {done.row.policy}, seed {done.row.seed}", file=sys.stderr, flush=True)
-
-    done = simulate_all(workload, cluster, runs, jobs=args.jobs, progress=progress)
-    ttft_s: dict[str, Sequence[float]] = {}
-    for item in done:
-        ttft_s.setdefault(item.row.policy, item.ttft_s)
-    return [item.row for item in done], ttft_s
-
-
-def _live(
-    args: argparse.Namespace, workload: Workload, cluster: Cluster
-) -> tuple[list[Row], dict[str, Sequence[float]]]:
-    url = args.url.rstrip("/")
-    options = LiveOptions(
-        url=url if url.endswith("/v1") else f"{url}/v1",
-        model=args.model,
-        key=os.environ.get(args.key_env),
-        speed=args.speed,
-        shrink=args.shrink,
-        spread_s=cluster.sessions.spread_s_per_session,
-        max_output_tokens=args.max_output_tokens,
-        session_ids=not args.no_session_ids,
-    )
-    rows: list[Row] = []
-    ttft_s: dict[str, Sequence[float]] = {}
-    for seed in range(args.seeds):
-        samples = asyncio.run(replay_live(workload, options, seed))
-        rows.append(samples.row("live", seed))
-        ttft_s.setdefault("live", [item.ttft_s for item in samples.measured])
-    return rows, ttft_s
+    return replay(args)
 
 
 def _prove(path: Path) -> int:
     """Replay every record of a decision log; 0 when each gives its own decision again."""
+    from homeport_proxy.routing.decisions import DecisionLogError, parse, replay, same
+
     count = different = 0
     try:
         with path.open("rb") as file:
@@ -155,9 +83,11 @@ def _prove(path: Path) -> int:
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror or error}") from error
     except DecisionLogError as error:
-        raise CommandError(f"{path}, {error}") from error
+        raise CommandError(
+            f"{path}, {error}" if count else f"{path} is no decision log ({error}); {_WRITTEN}"
+        ) from error
     if not count:
-        raise CommandError(f"{path}: holds no decision")
+        raise CommandError(f"{path}: holds no decision; {_WRITTEN}")
     print(f"{count} decisions, {count - different} replay to the same")
     return 1 if different else 0
 

@@ -20,11 +20,11 @@ from homeport_engines.cachedir import cache_dir
 from homeport_engines.launch import SPECULATION, LaunchError, Speculation, speculation
 from homeport_engines.vllm import cpu
 from homeport_proxy.commands.ask import DEFAULT_URL
-from homeport_proxy.config import Policy
 from homeport_proxy.local import checks
 from homeport_proxy.local.display import start_display
 from homeport_proxy.local.plan import EngineName, Plan, Wanted, make_plan
 from homeport_proxy.local.supervisor import Supervisor
+from homeport_proxy.routing.policies import POLICIES
 
 HELP = "start engines and the proxy on this machine"
 KEPT_RUNS = 10
@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="threads of each CPU engine (default: all cores, decode half)"
     )
-    parser.add_argument("--policy", choices=get_args(Policy), help="how the proxy places requests (default: cost)")
+    parser.add_argument("--policy", choices=tuple(POLICIES), help="how the proxy places requests (default: cost)")
     parser.add_argument(
         "--timeout", type=float, default=600, metavar="S", help="for the engines (default: %(default)s)"
     )

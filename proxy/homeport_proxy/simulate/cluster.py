@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from homeport_proxy.config_faults import StrictLoader, validation_faults, yaml_fault
 from homeport_proxy.routing.views import Rates
 
 
@@ -107,18 +109,33 @@ class ClusterError(ValueError):
     """A cluster file that cannot be used; the text names each field and what it should be."""
 
 
+_EXAMPLE = "{replicas: 8, cache_tokens: 2600000}"
+_PLACES = frozenset({"backends", "discovery", "proxy"})
+"""Every region of a proxy's configuration has one of these, none of a cluster file."""
+
+
 def load_cluster(path: Path) -> Cluster:
     """Read a cluster file (YAML or JSON). Raises :class:`ClusterError`."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), StrictLoader)
     except OSError as error:
         raise ClusterError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ClusterError(f"{path}: not UTF-8 text") from error
     except yaml.YAMLError as error:
-        raise ClusterError(f"{path}: not YAML: {error}") from error
+        raise ClusterError(f"{path}: not YAML: {yaml_fault(error).removeprefix('not YAML: ')}") from error
     if not isinstance(data, dict):
-        raise ClusterError(f"{path}: a cluster file is a mapping such as {{replicas: 8, cache_tokens: 2600000}}")
+        raise ClusterError(f"{path}: a cluster file is a mapping such as {_EXAMPLE}")
+    if _configures_a_proxy(data):
+        raise ClusterError(f"{path}: this is a proxy configuration; a cluster file looks like {_EXAMPLE}")
     try:
         return Cluster.model_validate(data)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, item['loc'])) or 'file'}: {item['msg']}" for item in error.errors()]
-        raise ClusterError(f"{path}: " + "; ".join(lines)) from error
+        raise ClusterError(f"{path}: " + "; ".join(validation_faults(error, Cluster))) from error
+
+
+def _configures_a_proxy(data: Mapping[Any, Any]) -> bool:
+    regions = data.get("regions")
+    return isinstance(regions, dict) and any(
+        isinstance(region, dict) and not _PLACES.isdisjoint(region) for region in regions.values()
+    )

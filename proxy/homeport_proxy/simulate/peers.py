@@ -17,6 +17,9 @@ from homeport_proxy.routing.policies.choice import best, hosts
 from homeport_proxy.routing.ties import rank
 from homeport_proxy.routing.views import PlaceView, RequestView, RoutingSettings
 
+ONE_CACHE = "one-cache"
+"""The bound beside them: no rule, but one cache that all replicas share."""
+
 
 def _share(place: PlaceView, request: RequestView) -> float:
     return (place.cached_tokens or 0) / max(request.prompt_tokens, 1)

@@ -38,8 +38,11 @@ class TextRequest:
     prompt_tokens: int | None = None
 
 
-def read_requests(path: Path, kind: str, think_cap_s: float) -> Iterator[TextRequest]:
-    """Requests of a ``recorded`` or ``messages`` trace, in file order. Raises :class:`TraceError`."""
+def read_requests(path: Path, kind: str, think_cap_s: float) -> Iterator[TextRequest | None]:
+    """Requests of a ``recorded`` or ``messages`` trace, in file order; None for one that was answered with an error.
+
+    Raises :class:`TraceError`.
+    """
     ends: dict[str, float] = {}
     for number, line in lines(path):
         try:
@@ -50,6 +53,8 @@ def read_requests(path: Path, kind: str, think_cap_s: float) -> Iterator[TextReq
             raise TraceError(f"{path}, line {number}: a line is a JSON object")
         if kind == "messages":
             yield from _turns(item, f"{path}, line {number}")
+        elif _refused(item):
+            yield None
         else:
             yield _recorded(item, f"{path}, line {number}", ends, think_cap_s)
 
@@ -58,7 +63,11 @@ def load_recorded(path: Path, kind: str, block_tokens: int, think_cap_s: float) 
     """A trace with text as a closed-loop workload."""
     conversations: dict[str, Conversation] = {}
     block_chars = block_tokens * CHARS_PER_TOKEN
+    left_out = 0
     for request in read_requests(path, kind, think_cap_s):
+        if request is None:
+            left_out += 1
+            continue
         keys, chars = _keys(request, block_chars)
         tokens = request.prompt_tokens or max(1, chars // CHARS_PER_TOKEN)
         call = Call(tokens, request.output_tokens, keys[: tokens // block_tokens], request.think_s)
@@ -67,8 +76,15 @@ def load_recorded(path: Path, kind: str, block_tokens: int, think_cap_s: float) 
             conversation = conversations[request.session] = Conversation(request.session, [Lane(request.session)])
         conversation.lanes[0].calls.append(call)
     if not conversations:
-        raise TraceError(f"{path}: holds no request")
-    return Workload(list(conversations.values()), closed=True, block_tokens=block_tokens)
+        why = ": all in it were answered with an error" if left_out else ""
+        raise TraceError(f"{path}: holds no request to replay{why}")
+    return Workload(list(conversations.values()), closed=True, block_tokens=block_tokens, left_out=left_out)
+
+
+def _refused(item: Mapping[str, JsonValue]) -> bool:
+    """Whether a recorded request was answered with an error: no engine computed it."""
+    status = item.get("status")
+    return isinstance(status, int) and status >= 400
 
 
 def _turns(item: dict[str, JsonValue], where: str) -> Iterator[TextRequest]:

@@ -17,13 +17,12 @@ from homeport_proxy.routing.views import PlaceSpec, PrefixKeys, RequestView, Rou
 from homeport_proxy.simulate.cluster import Cluster
 from homeport_proxy.simulate.engine import Job, SimEngine
 from homeport_proxy.simulate.oracle import OracleIndex
-from homeport_proxy.simulate.peers import PEERS
+from homeport_proxy.simulate.peers import ONE_CACHE, PEERS
 from homeport_proxy.simulate.result import Sample, Samples
 from homeport_proxy.simulate.steps import SteppedEngine
 from homeport_proxy.simulate.workload import Call, Lane, Workload
 
 MODEL = "m"
-ONE_CACHE = "one-cache"
 
 
 @dataclass(frozen=True, slots=True)

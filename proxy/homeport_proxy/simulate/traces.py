@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -60,7 +61,9 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, line
-    except (OSError, EOFError, gzip.BadGzipFile) as error:
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from error
+    except (EOFError, zlib.error) as error:
         raise TraceError(f"{path}: {error}") from error
 
 

@@ -42,6 +42,8 @@ class Workload:
     conversations: list[Conversation]
     closed: bool
     block_tokens: int
+    left_out: int = 0
+    """Requests of the file that are no traffic: they were answered with an error."""
 
     @property
     def calls(self) -> int:
