@@ -86,7 +86,8 @@ def _served(summary: Mapping[str, Any], place: str, ms: float) -> Part:
     if summary["decision"] == "peer":
         return Part("peer", ms, f"until another region answered ({place})")
     if summary["prefill_backend"]:
-        return Part("transfer", ms, f"moving the KV to {place}, and its first step")
+        what = "whole answer, not streamed" if _whole(summary) else "first step"
+        return Part("transfer", ms, f"moving the KV to {place}, and its {what}")
     what = "the whole answer, not streamed," if _whole(summary) else "the first token"
     return Part("engine", ms, f"until {what} of {place}")
 
@@ -106,11 +107,11 @@ def verdict(summary: Mapping[str, Any], found: Sequence[Part]) -> str:
     longest = max(found, key=lambda part: part.ms)
     until = "time" if summary["ms"]["first_token"] is None or _whole(summary) else "time to first token"
     said = f"{longest.ms / sum(part.ms for part in found):.0%} of the {until}: {longest.text}"
-    if longest.name not in ("engine", "prefill_leg", "slices"):
-        return said
-    if longest.name == "engine" and _whole(summary):
+    if longest.name in ("engine", "transfer") and _whole(summary):
         output = summary["tokens"]["output"]
         return f"{said}; {'its' if output is None else f'{output:,}'} output tokens were generated in that time as well"
+    if longest.name not in ("engine", "prefill_leg", "slices"):
+        return said
     prompt, cached = summary["tokens"]["prompt"], summary["tokens"]["cached"]
     if prompt and cached is not None and prompt - cached < _LITTLE_SHARE * prompt:
         return (
