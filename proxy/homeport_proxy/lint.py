@@ -50,7 +50,7 @@ class Seen:
 def offline(config: Config, *, insecure: bool = False) -> list[Finding]:
     """What can be seen without asking anybody; what would keep the proxy from starting anywhere is an error."""
     refusal = config.refuses_to_listen(insecure)
-    open_to_all = [_finding("error", refusal)] if refusal else []
+    open_to_all = [finding("error", refusal)] if refusal else []
     return [*open_to_all, *_single_backends(config), *_pools(config), *_models(config)]
 
 
@@ -61,7 +61,7 @@ def unreadable(config: Config, level: Literal["error", "warning"]) -> list[Findi
         listener_tls(config.listen)
     except ConfigError as error:
         lines += error.errors
-    return [_finding(level, line) for line in lines]
+    return [finding(level, line) for line in lines]
 
 
 def guesses(config: Config) -> list[Finding]:
@@ -89,9 +89,10 @@ async def online(config: Config, backends: Iterable[tuple[str, Backend]]) -> tup
 # the file alone
 
 
-def _finding(level: Literal["error", "warning"], line: str) -> Finding:
+def finding(level: Literal["error", "warning"], line: str) -> Finding:
+    """A fault of the configuration's own, ``where: what``."""
     where, _, text = line.partition(": ")
-    return Finding(level, where, text)
+    return Finding(level, where, text) if text else Finding(level, "file", line)
 
 
 def _single_backends(config: Config) -> Iterator[Finding]:

@@ -279,6 +279,17 @@ def test_what_serve_refuses_is_an_error_in_the_same_words(
     assert (f"warning: {fault}" in out.out) is not anywhere
 
 
+def test_unset_keys_are_errors_but_only_warnings_offline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_KEY_HERE", raising=False)
+    text = "regions: {r: {backends: [{name: a, url: 'http://127.0.0.1:1', key_env: NO_KEY_HERE}]}}"
+    file = config_file(tmp_path, text)
+    assert main(["check", "-c", file, "--offline"]) == 0
+    assert "NO_KEY_HERE" in capsys.readouterr().out
+    assert main(["check", "-c", file]) == 1
+
+
 def test_what_serve_may_do_insecurely_check_lets_pass(tmp_path: Path) -> None:
     file = config_file(tmp_path, pool("name: a", rest="listen: 0.0.0.0:18080"))
     assert main(["check", "-c", file, "--offline", "--insecure"]) == 0

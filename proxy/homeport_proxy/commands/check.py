@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = configuration.load(args.config)
     except ConfigError as error:
-        found = [Finding("error", *_split(line)) for line in error.errors]
+        found = [lint.finding("error", line) for line in error.errors]
         _tell(found, [], {}, as_json=args.json, offline=True)
         return 1
     findings = lint.offline(config, insecure=args.insecure)
@@ -59,11 +59,6 @@ async def _ask(config: Config) -> tuple[list[Finding], list[tuple[str, Backend]]
     backends = config.backends + discovered
     findings, seen = await lint.online(config, backends)
     return [Finding("error", where, text) for where, text in faults] + findings, backends, seen
-
-
-def _split(line: str) -> tuple[str, str]:
-    where, _, text = line.partition(": ")
-    return (where, text) if text else ("file", line)
 
 
 def _tell(

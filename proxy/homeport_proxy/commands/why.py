@@ -92,6 +92,11 @@ def _served(summary: Mapping[str, Any], place: str, ms: float) -> Part:
     return Part("engine", ms, f"until {what} of {place}")
 
 
+def _streamed(summary: Mapping[str, Any]) -> bool:
+    """Whether its first token came by itself, so that its time is known."""
+    return summary["ms"]["first_token"] is not None and summary["stream"]
+
+
 def _whole(summary: Mapping[str, Any]) -> bool:
     """Whether the answer came in one piece: when its first token was there is not known, and its time is all of it."""
     return summary["ms"]["first_token"] is not None and not summary["stream"]
@@ -105,7 +110,7 @@ def verdict(summary: Mapping[str, Any], found: Sequence[Part]) -> str:
     if not found:
         return "no answer came"
     longest = max(found, key=lambda part: part.ms)
-    until = "time" if summary["ms"]["first_token"] is None or _whole(summary) else "time to first token"
+    until = "time to first token" if _streamed(summary) else "time"
     said = f"{longest.ms / sum(part.ms for part in found):.0%} of the {until}: {longest.text}"
     if longest.name in ("engine", "transfer") and _whole(summary):
         output = summary["tokens"]["output"]
@@ -135,7 +140,7 @@ def render(summary: dict[str, Any]) -> Group:
         place += f", prefilled by {summary['prefill_backend']}"
     went = f"{summary['decision'] or 'not placed'}: {place}{_because(summary)}"
     found = parts(summary)
-    streamed = summary["ms"]["first_token"] is not None and not _whole(summary)
+    streamed = _streamed(summary)
     times = Table("ms", "what", title="time to first token" if streamed else "time")
     for part in found:
         times.add_row(f"{part.ms:,.1f}", part.text)
